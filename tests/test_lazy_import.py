@@ -4,6 +4,7 @@ Each test starts a fresh interpreter: in this one, other tests have loaded every
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,15 @@ HEAVY = JAX | {"optax", "orbax", "tokenizers", "safetensors", "jinja2", "gguf"}
 SERVER = {"fastapi", "starlette", "uvicorn"}
 
 
+JAX_VARIABLES = ("JAX_", "XLA_", "TF_CPP_")
+
+
 def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    # This process has imported the package: what that may have set must not be inherited.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(JAX_VARIABLES)}
+    command = [sys.executable, *args]
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -88,7 +95,7 @@ import flax.nnx
 
 def settings():
     values = {{f"config.{{key}}": repr(value) for key, value in jax.config.values.items()}}
-    names = [key for key in os.environ if key.startswith(("JAX_", "XLA_", "TF_CPP_"))]
+    names = [key for key in os.environ if key.startswith({JAX_VARIABLES})]
     return values | {{key: os.environ[key] for key in names}}
 
 before = settings()
