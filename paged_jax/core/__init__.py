@@ -1,0 +1,63 @@
+"""The functional core: a paged KV cache as immutable pytrees and pure transitions."""
+
+from paged_jax.core.audit import AuditError, audit
+from paged_jax.core.batch import Batch, make_batch
+from paged_jax.core.blocks import (
+    FAULT_OCCUPIED,
+    FAULT_OUT_OF_RANGE,
+    REASON_OUT_OF_BLOCKS,
+    REASON_ROW_TOO_LONG,
+    Allocation,
+    BlockState,
+    allocate,
+    create_block_state,
+    fit,
+    fork,
+    free,
+    needed,
+    slot_mapping,
+    translate,
+    truncate,
+)
+from paged_jax.core.kv import (
+    CacheSpec,
+    KVCache,
+    PagedCache,
+    check_kv_dtype,
+    copy_blocks,
+    create_kv_cache,
+    gather,
+    kv_shape,
+    write,
+)
+
+__all__ = [
+    "FAULT_OCCUPIED",
+    "FAULT_OUT_OF_RANGE",
+    "REASON_OUT_OF_BLOCKS",
+    "REASON_ROW_TOO_LONG",
+    "Allocation",
+    "AuditError",
+    "Batch",
+    "BlockState",
+    "CacheSpec",
+    "KVCache",
+    "PagedCache",
+    "allocate",
+    "audit",
+    "check_kv_dtype",
+    "copy_blocks",
+    "create_block_state",
+    "create_kv_cache",
+    "fit",
+    "fork",
+    "free",
+    "gather",
+    "kv_shape",
+    "make_batch",
+    "needed",
+    "slot_mapping",
+    "translate",
+    "truncate",
+    "write",
+]

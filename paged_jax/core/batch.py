@@ -1,0 +1,84 @@
+"""The tokens of one step on one packed axis, and where each of them reads and writes.
+
+    t            0   1   2 | 3   4   5   6 | 7   8   9 | 10  11
+                 decode    | prefill row   | prefill   | padding
+    row index    0   1   2 | 3             | 4         |
+    num_decode = 3, num_rows = 5, query_starts = [0 1 2 3 7 10 10 ...]
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.core.blocks import BlockState, slot_mapping
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a model needs to know about the tokens of a step; T and R are bucket sizes.
+
+    Decode rows come first and have one token each, so token i belongs to decode row i; prefill
+    rows follow, then padding. How many there are is data and compiles nothing new.
+    """
+
+    tokens: jax.Array  # i32[T], 0 in padding
+    positions: jax.Array  # i32[T], absolute; 0 in padding
+    rows: jax.Array  # i32[T], row of the BlockState; S in padding
+    slots: jax.Array  # i32[T], where KV is written; 0 in padding
+    row_ids: jax.Array  # i32[R], row of the BlockState; S in padding
+    query_starts: jax.Array  # i32[R+1], prefix sum of new tokens
+    context_lens: jax.Array  # i32[R], tokens readable after this step's write; 0 in padding
+    num_decode: jax.Array  # i32[]
+    num_rows: jax.Array  # i32[], decode and prefill rows
+
+    @property
+    def last_tokens(self) -> jax.Array:
+        """i32[R], index on the token axis of each row's last token; 0 in padding."""
+        is_row = jnp.arange(self.row_ids.shape[0]) < self.num_rows
+        return jnp.where(is_row, self.query_starts[1:] - 1, 0)
+
+
+def make_batch(
+    blocks: BlockState,
+    *,
+    tokens: jax.Array,
+    row_ids: jax.Array,
+    query_lens: jax.Array,
+    num_decode: jax.Array | int,
+) -> Batch:
+    """Lays out a step whose blocks are already allocated.
+
+    The new tokens of a row are the last `query_lens` of its length, so positions and slots follow
+    from the block state alone.
+
+    Args:
+      blocks: State after `allocate`.
+      tokens: i32[T], packed: decode tokens, prefill tokens row after row, padding.
+      row_ids: i32[R], rows of the state, decode rows first; S is padding.
+      query_lens: i32[R], new tokens per row; 1 for decode rows, 0 for padding.
+      num_decode: Leading rows that decode.
+    """
+    max_seqs = blocks.max_seqs
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
+    is_row = row_ids < max_seqs
+    context_lens = jnp.where(is_row, blocks.lengths[jnp.where(is_row, row_ids, 0)], 0)
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    is_real = index < starts[-1]
+    owner = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)
+    owner = jnp.where(is_real, owner, 0)
+    first = context_lens - query_lens
+    positions = jnp.where(is_real, first[owner] + index - starts[owner], 0)
+    rows = jnp.where(is_real, row_ids[owner], max_seqs)
+    return Batch(
+        tokens=jnp.where(is_real, tokens, 0),
+        positions=positions,
+        rows=rows,
+        slots=slot_mapping(blocks, rows, positions),
+        row_ids=row_ids,
+        query_starts=starts,
+        context_lens=context_lens,
+        num_decode=jnp.asarray(num_decode, jnp.int32),
+        num_rows=jnp.sum(is_row, dtype=jnp.int32),
+    )

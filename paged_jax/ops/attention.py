@@ -1,0 +1,133 @@
+"""Paged attention: argument checks and the choice of a backend."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paged_jax import core
+from paged_jax.core import KVCache
+from paged_jax.ops import xla
+
+Backend = Literal["xla"]
+BACKENDS: tuple[Backend, ...] = ("xla",)
+
+
+def paged_decode(
+    q: Float[Array, "S H D"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    block_tables: Int[Array, "S M"],
+    context_lens: Int[Array, " S"],
+    *,
+    sm_scale: float,
+    num_rows: Int[Array, ""] | int | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "S H D"]:
+    """Attends one new token per row to that row's cached keys and values.
+
+    Args:
+      q: Queries; the key and value of each must already be written.
+      cache: The whole pool.
+      layer: Layer to read.
+      block_tables: Physical blocks per row; entries past the length are never used.
+      context_lens: Tokens readable per row, the new one included; 0 for padding rows.
+      sm_scale: Factor on the logits before softmax, usually `D ** -0.5`.
+      num_rows: Rows [0, num_rows) are computed, the others are zero; None: all.
+      backend: A named backend runs or raises; None chooses.
+    Returns: Outputs in q's dtype; rows with nothing to attend to are zero.
+    Raises: ValueError if H is not a multiple of K, or D is not the pool's.
+    Source: Kwon et al. 2023, section 4.1; Milakov and Gimelshein 2018 (online softmax).
+    """
+    _check(q, cache, backend)
+    rows = q.shape[0] if num_rows is None else num_rows
+    return xla.decode(q, cache, layer, block_tables, context_lens, rows, sm_scale)
+
+
+def paged_prefill(
+    q: Float[Array, "T H D"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    block_tables: Int[Array, "R M"],
+    context_lens: Int[Array, " R"],
+    query_starts: Int[Array, " R+1"],
+    *,
+    sm_scale: float,
+    first_row: Int[Array, ""] | int = 0,
+    num_rows: Int[Array, ""] | int | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "T H D"]:
+    """Attends several new tokens per row, causally, to the cached prefix and to each other.
+
+    Row r owns tokens [query_starts[r], query_starts[r + 1]) of the packed axis; they are the last
+    of its `context_lens[r]` positions, so a chunk may start in the middle of a block.
+
+    Args:
+      q: Queries on the packed token axis; their keys and values must already be written.
+      cache: The whole pool.
+      layer: Layer to read.
+      block_tables: Physical blocks per row; entries past the length are never used.
+      context_lens: Tokens readable per row, the new ones included.
+      query_starts: Prefix sum of new tokens per row.
+      sm_scale: Factor on the logits before softmax, usually `D ** -0.5`.
+      first_row: Rows [first_row, num_rows) are computed; tokens of other rows come out zero.
+      num_rows: See `first_row`; None: all.
+      backend: A named backend runs or raises; None chooses.
+    Returns: Outputs in q's dtype; tokens that belong to no computed row are zero.
+    Raises: ValueError if H is not a multiple of K, or D is not the pool's.
+    Source: Dao et al. 2022 (tiling); Agrawal et al. 2023 (chunked prefill).
+    """
+    _check(q, cache, backend)
+    end = block_tables.shape[0] if num_rows is None else num_rows
+    return xla.prefill(
+        q, cache, layer, block_tables, context_lens, query_starts, first_row, end, sm_scale
+    )
+
+
+def write_kv(
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    keys: Float[Array, "T K D"],
+    values: Float[Array, "T K D"],
+    slots: Int[Array, " T"],
+    *,
+    backend: Backend | None = None,
+) -> KVCache:
+    """Writes the keys and values of new tokens into their slots of one layer.
+
+    Args:
+      cache: The whole pool.
+      layer: Layer to write.
+      keys: Cast to the pool's dtype.
+      values: Cast to the pool's dtype.
+      slots: `block * P + offset`; slot 0 for padding.
+      backend: A named backend runs or raises; None chooses.
+    Raises: ValueError if K or D is not the pool's.
+    """
+    _check_backend(backend)
+    expected = (slots.shape[0], cache.num_kv_heads, cache.head_dim)
+    if keys.shape != expected or values.shape != expected:
+        raise ValueError(
+            f"keys {keys.shape} and values {values.shape} must have shape {expected} "
+            "(slots, num_kv_heads, head_dim)"
+        )
+    return core.write(cache, layer, keys, values, slots)
+
+
+def _check(q: jax.Array, cache: KVCache, backend: str | None) -> None:
+    _check_backend(backend)
+    _, heads, width = q.shape
+    if heads % cache.num_kv_heads:
+        raise ValueError(
+            f"num_heads ({heads}) must be a multiple of num_kv_heads ({cache.num_kv_heads})"
+        )
+    if width != cache.head_dim:
+        raise ValueError(f"head_dim of q ({width}) must be that of the cache ({cache.head_dim})")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q must be floating point, not {q.dtype}")
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise NotImplementedError(f"backend {backend!r} is not built; use one of {BACKENDS}")

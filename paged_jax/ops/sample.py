@@ -1,0 +1,160 @@
+"""Sampling by thresholds on the logits: reductions only, no sort.
+
+Every filter keeps the tokens whose logit is at or above a threshold. Thresholds are found by
+bisection over the 32-bit integer image of the float, which orders as the float does, so 32 passes
+are exact. A sort of 32 x 49152 logits costs more on CPU than a whole model step.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: the quotient would leave the range of float32."""
+
+_GROUP = 256  # tokens per group of the two-level inverse CDF
+
+
+def sample(
+    logits: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    seeds: UInt32[Array, "R 3"],
+    positions: Int[Array, " R"],
+) -> Int[Array, " R"]:
+    """Chooses one token per row.
+
+    Filter order: temperature, top-k, then top-p on the renormalised rest. Greedy is the argmax of
+    the float32 logits; ties go to the lowest id. A batch of greedy rows pays only the argmax.
+
+    Args:
+      logits: Any float dtype; compared in float32.
+      temperature: Below `GREEDY_BELOW`: greedy.
+      top_k: Most likely tokens to keep (ties with the last are kept); 0 or less: off.
+      top_p: Least probability mass to keep, in (0, 1]; 1: off.
+      seeds: Low word and high word of the request's seed, and the index of the choice.
+      positions: Position that the chosen token will have, so that a draw depends on nothing but
+        the request: not on its row, its batchmates, preemption or chunking.
+    Returns: int32 token ids.
+    """
+    logits = logits.astype(jnp.float32)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_random = temperature >= GREEDY_BELOW
+
+    def draw() -> jax.Array:
+        scale = jnp.where(is_random, temperature, 1.0)[:, None]
+        scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / scale
+        kept = _kept(scaled, is_random, top_k, top_p)
+        weights = jnp.where(kept, jnp.exp(scaled), 0.0)
+        return jnp.where(is_random, _inverse_cdf(weights, _uniform(seeds, positions)), best)
+
+    return jax.lax.cond(jnp.any(is_random), draw, lambda: best)
+
+
+def top_logprobs(
+    logits: Float[Array, "R V"], chosen: Int[Array, " R"], count: int
+) -> tuple[
+    Float[Array, " R"], Int[Array, " R"], Float[Array, "R count"], Int[Array, "R count"]
+]:
+    """Log-probabilities of the model's own distribution, before temperature and filters.
+
+    Args:
+      logits: Any float dtype; computed in float32.
+      chosen: Token whose log-probability and rank are wanted.
+      count: Most likely tokens to list.
+    Returns: (log-probability of the chosen, its rank from 1, log-probabilities of the `count`
+      most likely in descending order, their ids).
+    """
+    logits = logits.astype(jnp.float32)
+    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+    values, ids = jax.lax.top_k(logits, count)
+    return (own - log_total)[:, 0], rank, values - log_total, ids.astype(jnp.int32)
+
+
+def _kept(
+    scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """bool[R, V], tokens that pass top-k and then top-p."""
+    order = _ordered_bits(scaled)
+    uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1])
+    uses_p = is_random & (top_p < 1.0)
+
+    def by_count(kept: jax.Array) -> jax.Array:
+        wanted = jnp.where(uses_k, top_k, scaled.shape[1])
+        threshold = _bisect(
+            lambda t: jnp.sum(order >= t, axis=-1, dtype=jnp.int32) >= wanted, wanted.shape
+        )
+        return kept & ((order >= threshold[:, None]) | ~uses_k[:, None])
+
+    def by_mass(kept: jax.Array) -> jax.Array:
+        weights = jnp.where(kept, jnp.exp(scaled), 0.0)
+        wanted = top_p * jnp.sum(weights, axis=-1)
+        threshold = _bisect(
+            lambda t: jnp.sum(jnp.where(order >= t, weights, 0.0), axis=-1) >= wanted,
+            wanted.shape,
+        )
+        return kept & ((order >= threshold[:, None]) | ~uses_p[:, None])
+
+    kept = jnp.ones(scaled.shape, bool)
+    kept = jax.lax.cond(jnp.any(uses_k), by_count, lambda kept: kept, kept)
+    return jax.lax.cond(jnp.any(uses_p), by_mass, lambda kept: kept, kept)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 image of a float32 that orders as the float does; -0 and +0 become one."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _bisect(holds, shape: tuple[int, ...]) -> jax.Array:
+    """uint32, the greatest t for which `holds(t[:, None])`, true at 0 and falling in t."""
+
+    def body(i, t):
+        candidate = t | (jnp.uint32(0x80000000) >> i.astype(jnp.uint32))
+        return jnp.where(holds(candidate[:, None]), candidate, t)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
+
+
+def _uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """f32[R] in [0, 1), one draw per row from its own key."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        # Two words, because `key` drops the high word of a seed silently.
+        key = jax.random.key(seed[0], impl="threefry2x32")
+        for word in (seed[1], seed[2], position.astype(jnp.uint32)):
+            key = jax.random.fold_in(key, word)
+        return jax.random.uniform(key, dtype=jnp.float32)
+
+    return jax.vmap(one)(seeds, positions)
+
+
+def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """i32[R], the first token whose cumulative weight passes `uniform` of the total.
+
+    Two levels (groups, then tokens of one group), since a cumulative sum over the whole
+    vocabulary costs more than all the rest.
+    """
+    rows, vocab = weights.shape
+    grouped = jnp.pad(weights, ((0, 0), (0, -vocab % _GROUP))).reshape(rows, -1, _GROUP)
+    ends = jnp.cumsum(jnp.sum(grouped, axis=-1), axis=-1)
+    target = uniform * ends[:, -1]
+    group = _first_past(ends, target)
+    before = jnp.where(group > 0, jnp.take_along_axis(ends, group[:, None] - 1, axis=1)[:, 0], 0.0)
+    inside = jnp.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
+    return group * _GROUP + _first_past(jnp.cumsum(inside, axis=-1), target - before)
+
+
+def _first_past(ends: jax.Array, target: jax.Array) -> jax.Array:
+    """First index with ends > target; rounding may leave none, then the last step of ends."""
+    step = ends > jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+    index = jnp.arange(ends.shape[1])
+    last = jnp.max(jnp.where(step, index, 0), axis=-1)
+    past = ends > target[:, None]
+    first = jnp.where(jnp.any(past, axis=-1), jnp.argmax(past, axis=-1), last)
+    return first.astype(jnp.int32)

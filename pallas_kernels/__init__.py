@@ -1,0 +1,1 @@
+"""Stand-alone paged-attention kernels; they import jax and nothing of ours."""
