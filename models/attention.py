@@ -126,9 +126,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, PagedCache | None]:
         spec = self.spec
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, spec.head_dim)
-        q, k, v = jnp.split(
-            heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=-2
-        )
+        q, k, v = jnp.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=-2)
         inv_freq = jnp.asarray(inverse_frequencies(spec.rope, spec.head_dim))
         q, k = ops.rope(q, positions, inv_freq), ops.rope(k, positions, inv_freq)
         out, cache = self.attend(q, k, v, layer=layer, batch=batch, cache=cache)

@@ -5,6 +5,7 @@ from typing import overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from paged_jax.core import Batch, CacheSpec, PagedCache
 from paged_jax.models.attention import SelfAttention
@@ -54,9 +55,7 @@ class Decoder(nnx.Module):
     logits [B, T, V]` is the dense, differentiable form for training.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, *, dtype: jnp.dtype = jnp.dtype("float32"), rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         self.spec = spec
         dtype = jnp.dtype(dtype)
         self.embed = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, rngs=rngs)

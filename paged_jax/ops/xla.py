@@ -91,9 +91,7 @@ def prefill(
             def one_chunk(c, carry):
                 keys, values, positions = _read_chunk(cache, layer, tables[r], c, chunk)
                 seen = positions[None, :] <= jnp.minimum(position, length - 1)[:, None]
-                return _accumulate(
-                    carry, queries, keys, values, jnp.tile(seen, (group, 1))
-                )
+                return _accumulate(carry, queries, keys, values, jnp.tile(seen, (group, 1)))
 
             carry = _empty(queries.shape)
             carry = jax.lax.fori_loop(0, ceil_div(end, chunk), one_chunk, carry)
@@ -131,9 +129,7 @@ def _read_chunk(
 
     def rows(first: int) -> jax.Array:
         # [K, blocks, P, C]; indices that are all arrays keep the gathered axes in front.
-        gathered = cache.kv.at[layer, ids[None, :], 2 * head + first].get(
-            mode="promise_in_bounds"
-        )
+        gathered = cache.kv.at[layer, ids[None, :], 2 * head + first].get(mode="promise_in_bounds")
         gathered = gathered[..., : cache.head_dim]
         return gathered.reshape(cache.num_kv_heads, chunk, -1).astype(jnp.float32)
 

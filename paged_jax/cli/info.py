@@ -1,0 +1,68 @@
+"""Show versions, devices, and what a model is made of."""
+
+import argparse
+import dataclasses
+import json
+import platform
+from typing import Any
+
+from paged_jax.cli import options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help=f"built-in name, model directory or .gguf file, such as {options.DEFAULT_MODEL}",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line per fact; reads a model's config but not its weights."""
+    facts = _environment()
+    if arguments.model is not None:
+        facts |= _model(arguments.model)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for name, value in facts.items():
+            print(f"{name}: {value}")
+    return 0
+
+
+def _environment() -> dict[str, Any]:
+    import flax
+    import jax
+    import jaxlib
+
+    import paged_jax
+
+    return {
+        "paged-jax": paged_jax.__version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "devices": [str(device) for device in jax.devices()],
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    import math
+
+    from paged_jax.models.hub import resolve_model
+    from paged_jax.models.load import open_checkpoint
+    from paged_jax.models.registry import architecture
+
+    path = resolve_model(name)
+    checkpoint = open_checkpoint(path)
+    spec = architecture(checkpoint.config).decoder_spec(checkpoint.config)
+    return {
+        "model": str(path),
+        "architecture": ", ".join(checkpoint.config["architectures"]),
+        "parameters": sum(math.prod(shape) for shape in checkpoint.shapes().values()),
+        "kv_bytes_per_token_float32": 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4,
+        **dataclasses.asdict(spec),
+    }

@@ -1,0 +1,112 @@
+"""Engine options: what a user may set, and what they are settled to."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paged_jax.shapes import ceil_div
+
+# Options with one value today. They are fields so that code written for vLLM says what it relies
+# on, and any other value is refused rather than ignored.
+_ONLY: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "scheduling_policy": "fcfs",
+    "preemption_mode": "recompute",
+    "tensor_parallel_size": 1,
+    "kv_cache_dtype": "auto",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM`; None means that `LLM` chooses."""
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """Most tokens of a request, prompt and output; None: 2048 or less where the model has less."""
+    block_size: int | None = None
+    """Token positions per KV block; None: 16 (64 on TPU)."""
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    """Fraction of an accelerator's memory to use where neither of the two above is given."""
+    max_num_seqs: int = 256
+    """Most requests that run at once."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens per dispatch; longer prompts run in chunks. None: 2048 (512 on CPU)."""
+    seed: int = 0
+    """Seeds the requests that bring no seed, in order of submission."""
+    warmup: Literal["lazy", "all"] = "lazy"
+    """When programs are compiled: as they are needed, or all at once."""
+    strict_compile: bool = False
+    """Raise if anything compiles after `warmup="all"`."""
+    debug: bool = False
+    """Audit the block state and compare it with the ledger after every dispatch."""
+    enable_prefix_caching: bool = False
+    scheduling_policy: str = "fcfs"
+    preemption_mode: str = "recompute"
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value in _ONLY.items():
+            given = getattr(self, name)
+            if given != value:
+                raise NotImplementedError(f"{name}={given!r} is not built yet; use {value!r}")
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_blocks",
+            "kv_cache_memory_bytes",
+            "max_num_batched_tokens",
+        ):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len (1) must be at least 2: a prompt and an output token")
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]"
+            )
+        if self.warmup not in ("lazy", "all"):
+            raise ValueError(f"warmup ({self.warmup!r}) must be 'lazy' or 'all'")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> "EngineConfig":
+        """Builds a config from keyword options.
+
+        Raises: ValueError for an unknown option; the message lists the known ones.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}; options: {', '.join(known)}")
+        return cls(**options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """Options with every choice made: what scheduler and step are built from."""
+
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Blocks per table row M."""
+        return ceil_div(self.max_model_len, self.block_size)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} ({value!r}) must be an integer of at least 1")

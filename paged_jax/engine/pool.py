@@ -1,0 +1,109 @@
+"""How large the KV pool is, and every other choice left open by the options."""
+
+import logging
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged_jax.config import EngineConfig, ResolvedConfig
+from paged_jax.core import CacheSpec, kv_shape
+from paged_jax.shapes import ceil_div
+
+_logger = logging.getLogger("paged_jax")
+
+_DEFAULT_MODEL_LEN = 2048
+_CPU_POOL_BYTES = 4 * 2**30
+
+
+def resolve(
+    config: EngineConfig, spec: CacheSpec, kv_dtype: Any, max_position: int | None
+) -> ResolvedConfig:
+    """Settles every option.
+
+    Args:
+      config: What the user asked for.
+      spec: What the model keeps per token.
+      kv_dtype: Dtype of the pool.
+      max_position: Most positions of the model; None: any number.
+    Raises: ValueError when an option contradicts the model or the memory.
+    """
+    platform = jax.default_backend()
+    model_len = config.max_model_len
+    if model_len is None:
+        model_len = min(_DEFAULT_MODEL_LEN, max_position or _DEFAULT_MODEL_LEN)
+    elif max_position is not None and model_len > max_position:
+        raise ValueError(
+            f"max_model_len ({model_len}) exceeds the model's positions ({max_position})"
+        )
+    block_size = config.block_size or (64 if platform == "tpu" else 16)
+    if platform == "tpu" and block_size % 8:
+        raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        # A CPU is at its limit with far fewer tokens, and padding costs it more.
+        tokens = max(config.max_num_seqs, 512 if platform == "cpu" else 2048)
+
+    block_bytes = math.prod(kv_shape(spec, 1, block_size)) // 2 * np.dtype(kv_dtype).itemsize
+    most_blocks = config.max_num_seqs * ceil_div(model_len, block_size)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            budget = _available_bytes(platform, config.gpu_memory_utilization)
+        # One block more than can be used is the null block.
+        num_blocks = min(budget // block_bytes - 1, most_blocks)
+        if num_blocks < 1:
+            raise ValueError(
+                f"the KV pool ({budget} bytes) must hold two blocks of {block_bytes} bytes; "
+                "raise kv_cache_memory_bytes or set num_blocks"
+            )
+    longest = num_blocks * block_size
+    if longest < model_len:
+        _logger.warning(
+            "the KV pool cannot hold one request of max_model_len (%d); "
+            "the longest that fits is %d tokens",
+            model_len,
+            longest,
+        )
+    _logger.info(
+        "KV pool: %d blocks of %d tokens, %.1f MiB",
+        num_blocks,
+        block_size,
+        (num_blocks + 1) * block_bytes / 2**20,
+    )
+    _logger.info(
+        "Maximum concurrency for %d tokens per request: %.2fx",
+        model_len,
+        num_blocks / ceil_div(model_len, block_size),
+    )
+    return ResolvedConfig(
+        max_model_len=model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+    )
+
+
+def _available_bytes(platform: str, utilization: float) -> int:
+    if platform == "cpu":
+        # MemAvailable counts the page cache that the kernel would give back; sysconf does not.
+        return min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError("the device does not tell its memory; set num_blocks")
+    return int(utilization * stats["bytes_limit"]) - stats["bytes_in_use"]
+
+
+def _free_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

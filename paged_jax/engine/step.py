@@ -1,0 +1,169 @@
+"""The jitted step: apply a plan to the blocks, run the model, sample.
+
+`step(params, kv, blocks, rows, inputs) -> (kv, blocks, rows, outputs)`. The pool is donated and
+updated in place; `blocks` and `rows` are small and never donated.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paged_jax import core, ops
+from paged_jax.core import BlockState, KVCache, PagedCache
+from paged_jax.sampling_params import MAX_LOGPROBS
+from paged_jax.shapes import ceil_div
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RowState:
+    """What the device knows of each row besides its blocks."""
+
+    token: jax.Array  # i32[S], sampled last; the input of the next decode step
+    temperature: jax.Array  # f32[S]
+    top_k: jax.Array  # i32[S], 0 = off
+    top_p: jax.Array  # f32[S], 1 = off
+    seeds: jax.Array  # u32[S, 3], low and high word of the seed, index of the choice
+    has_logprobs: jax.Array  # bool[S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """A plan as arrays of bucket sizes T and R; decode rows first."""
+
+    free_rows: jax.Array  # bool[S], freed before anything else
+    tokens: jax.Array  # i32[T], prefill tokens in their places; decode tokens are in RowState
+    row_ids: jax.Array  # i32[R], S in padding
+    query_lens: jax.Array  # i32[R], tokens to allocate and run; 0 in padding
+    num_decode: jax.Array  # i32[]
+    is_sampled: jax.Array  # bool[R], rows whose next token is wanted
+    is_admission: jax.Array  # bool[R], rows whose sampling fields are set from here
+    admitted: RowState  # [R], the fields of those rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """What the host reads back; R rows in the order of the inputs."""
+
+    tokens: jax.Array  # i32[R]
+    ok: jax.Array  # bool[], whether the blocks were there; the ledger says they always are
+    num_free: jax.Array  # i32[]
+    logprob: jax.Array  # f32[R], of the sampled token; 0 where no row asks for logprobs
+    rank: jax.Array  # i32[R], from 1
+    top_logprobs: jax.Array  # f32[R, MAX_LOGPROBS]
+    top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
+
+
+Step = Callable[
+    [tuple[jax.Array, ...], KVCache, BlockState, RowState, StepInputs],
+    tuple[KVCache, BlockState, RowState, StepOutputs],
+]
+
+
+def create_row_state(size: int) -> RowState:
+    """Greedy rows without a token."""
+    return RowState(
+        token=jnp.zeros(size, jnp.int32),
+        temperature=jnp.zeros(size, jnp.float32),
+        top_k=jnp.zeros(size, jnp.int32),
+        top_p=jnp.ones(size, jnp.float32),
+        seeds=jnp.zeros((size, 3), jnp.uint32),
+        has_logprobs=jnp.zeros(size, bool),
+    )
+
+
+def make_step(graphdef: Any, treedef: Any) -> Step:
+    """Builds the jitted step of one model.
+
+    Args:
+      graphdef: From `nnx.split`; the module is merged again inside the trace, because a module or
+        an `nnx.State` at the boundary costs milliseconds a call.
+      treedef: Structure of the state whose leaves are passed as `params`.
+    """
+
+    def step(
+        params: tuple[jax.Array, ...],
+        kv: KVCache,
+        blocks: BlockState,
+        rows: RowState,
+        inputs: StepInputs,
+    ) -> tuple[KVCache, BlockState, RowState, StepOutputs]:
+        model = nnx.merge(graphdef, treedef.unflatten(params))
+        num_tokens, num_rows = inputs.tokens.shape[0], inputs.row_ids.shape[0]
+
+        blocks = core.free(blocks, inputs.free_rows)
+        new_tokens = jnp.zeros(blocks.max_seqs, jnp.int32)
+        new_tokens = new_tokens.at[inputs.row_ids].set(inputs.query_lens, mode="drop")
+        # A row takes at most one block more than its tokens fill, and copies at most one.
+        growth = min(num_tokens, ceil_div(num_tokens, blocks.block_size) + num_rows)
+        blocks, allocation = core.allocate(blocks, new_tokens, max_new_blocks=growth + num_rows)
+        kv = core.copy_blocks(kv, allocation.copy_src, allocation.copy_dst)
+
+        rows = _admit(rows, inputs)
+        is_row = inputs.row_ids < blocks.max_seqs
+        mine = jax.tree.map(lambda x: x[jnp.where(is_row, inputs.row_ids, 0)], rows)
+        is_decode = jnp.arange(num_rows) < inputs.num_decode
+        leading = jnp.where(is_decode, mine.token, inputs.tokens[:num_rows])
+        batch = core.make_batch(
+            blocks,
+            tokens=inputs.tokens.at[:num_rows].set(leading),
+            row_ids=inputs.row_ids,
+            query_lens=inputs.query_lens,
+            num_decode=inputs.num_decode,
+        )
+        hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
+        logits = model.logits(hidden[batch.last_tokens]).astype(jnp.float32)
+
+        is_wanted = is_row & inputs.is_sampled
+        sampled = ops.sample(
+            logits,
+            # Rows that sample nothing must not make a greedy batch pay for sampling.
+            temperature=jnp.where(is_wanted, mine.temperature, 0.0),
+            top_k=mine.top_k,
+            top_p=mine.top_p,
+            seeds=mine.seeds,
+            positions=batch.context_lens,
+        )
+        target = jnp.where(is_wanted, inputs.row_ids, blocks.max_seqs)
+        rows = dataclasses.replace(rows, token=rows.token.at[target].set(sampled, mode="drop"))
+        logprob, rank, top_logprobs, top_ids = jax.lax.cond(
+            jnp.any(is_wanted & mine.has_logprobs),
+            lambda: ops.top_logprobs(logits, sampled, min(MAX_LOGPROBS, logits.shape[1])),
+            lambda: _no_logprobs(num_rows, min(MAX_LOGPROBS, logits.shape[1])),
+        )
+        outputs = StepOutputs(
+            tokens=sampled,
+            ok=allocation.ok,
+            num_free=blocks.num_free,
+            logprob=logprob,
+            rank=rank,
+            top_logprobs=top_logprobs,
+            top_ids=top_ids,
+        )
+        return cache.kv, blocks, rows, outputs
+
+    return jax.jit(step, donate_argnums=1)
+
+
+def _admit(rows: RowState, inputs: StepInputs) -> RowState:
+    """Sets the fields of rows in which a request starts."""
+    target = jnp.where(inputs.is_admission, inputs.row_ids, rows.token.shape[0])
+    return jax.tree.map(
+        lambda old, new: old.at[target].set(new, mode="drop"), rows, inputs.admitted
+    )
+
+
+def _no_logprobs(num_rows: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    return (
+        jnp.zeros(num_rows, jnp.float32),
+        jnp.zeros(num_rows, jnp.int32),
+        jnp.zeros((num_rows, count), jnp.float32),
+        jnp.zeros((num_rows, count), jnp.int32),
+    )

@@ -1,0 +1,223 @@
+"""The offline API: text in, text out, in one process."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.compile_cache import use_compilation_cache
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.submission import Prompt
+from paged_jax.models.checkpoint import Checkpoint
+from paged_jax.models.hub import cache_dir, resolve_model
+from paged_jax.models.load import load_model, open_checkpoint
+from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
+from paged_jax.outputs import RequestOutput
+from paged_jax.progress import RequestProgress
+from paged_jax.sampling_params import SamplingParams
+
+_logger = logging.getLogger("paged_jax")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model with its KV pool, ready to generate. Also a context manager."""
+
+    def __init__(
+        self,
+        model: str | Path | nnx.Module = "smollm2-135m-instruct",
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        """Loads a model and makes its KV pool.
+
+        Args:
+          model: A built-in name, a directory with safetensors, a `.gguf` file, or any
+            `flax.nnx.Module` on the protocol `model(batch, cache)`, `logits`, `cache_spec`.
+          tokenizer: Directory with tokenizer.json, or a `Tokenizer`; None takes the model's own.
+          **options: Fields of `EngineConfig`: dtype, max_model_len, block_size, num_blocks,
+            max_num_seqs, seed, debug, ...
+        Raises: ValueError for an unknown option or model, an unreadable file, or sizes that
+          contradict each other; NotImplementedError for an option value that is not built yet.
+        """
+        config = EngineConfig.from_options(options)
+        use_compilation_cache(cache_dir())
+        eos_token_ids: Sequence[int] = ()
+        max_position = None
+        own_tokenizer = None
+        if isinstance(model, nnx.Module):
+            if config.dtype != "auto":
+                raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
+            module = model
+        else:
+            start = time.monotonic()
+            path = resolve_model(str(model), progress=_logger.info)
+            _logger.info("loading %s", path.name)
+            checkpoint = open_checkpoint(path)
+            module = load_model(checkpoint, config.dtype)
+            own_tokenizer = checkpoint.tokenizer()
+            eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
+            max_position = module.spec.max_position_embeddings
+            _logger.info("loaded in %.1f s", time.monotonic() - start)
+        if isinstance(tokenizer, (str, Path)):
+            own_tokenizer = load_tokenizer(Path(tokenizer))
+            if own_tokenizer is None:
+                raise ValueError(f"tokenizer {tokenizer} has no tokenizer.json")
+        elif tokenizer is not None:
+            own_tokenizer = tokenizer
+        if not eos_token_ids and own_tokenizer is not None:
+            eos_token_ids = own_tokenizer.eos_token_ids
+        self._engine = Engine(
+            module,
+            config,
+            tokenizer=own_tokenizer,
+            eos_token_ids=eos_token_ids,
+            max_position=max_position,
+        )
+        self._ids = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below: add requests and step it yourself."""
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all of them in one continuously changing batch.
+
+        Args:
+          prompts: Text, token ids, `{"prompt_token_ids": [...]}`, or a list of these.
+          sampling_params: One for all, or one per prompt; None: the defaults.
+          use_tqdm: Show a progress bar with tokens/s on stderr.
+        Returns: One output per prompt, in the order of the prompts.
+        Raises: ValueError or NotImplementedError for a prompt or field that is refused; then no
+          prompt of the call has run.
+        """
+        listed = _as_list(prompts)
+        if isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+            if len(params) != len(listed):
+                raise ValueError(
+                    f"sampling_params ({len(params)}) must be as many as prompts ({len(listed)})"
+                )
+        else:
+            params = [sampling_params or SamplingParams()] * len(listed)
+        names = [str(next(self._ids)) for _ in listed]
+        self._engine.add_requests(list(zip(names, listed, params, strict=True)))
+        finished: dict[str, RequestOutput] = {}
+        try:
+            with RequestProgress(len(listed), is_shown=use_tqdm) as progress:
+                while len(finished) < len(listed):
+                    outputs = self._engine.step()
+                    finished |= {out.request_id: out for out in outputs if out.finished}
+                    progress.update(len(finished), outputs)
+        finally:
+            for name in names:
+                self._engine.abort(name)
+        return [finished[name] for name in names]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers conversations, rendered through the model's chat template.
+
+        Args:
+          messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
+          sampling_params: One for all, or one per conversation; None: the defaults.
+          use_tqdm: Show a progress bar with tokens/s on stderr.
+        Raises: ValueError when the model has no tokenizer or no chat template.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else list(messages)
+        prompts = [self.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Completes one prompt, yielding the output so far after each token.
+
+        The text of an output is a prefix of the text of every later one. Closing the iterator
+        early aborts the request.
+        """
+        name = str(next(self._ids))
+        self._engine.add_request(name, prompt, sampling_params or SamplingParams())
+        return self._outputs(name)
+
+    def render(self, messages: Messages) -> dict[str, Any]:
+        """The prompt that `chat` makes of a conversation: text and token ids."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: chat needs one with a chat template")
+        text = tokenizer.apply_chat_template(messages)
+        # The template has written BOS where it belongs.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; unknown ids are ignored."""
+        self._engine.abort(request_id)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of blocks, requests and tokens; see `Engine.stats`."""
+        return self._engine.stats()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None for a model that serves token ids only."""
+        return self._engine.tokenizer
+
+    def close(self) -> None:
+        """Ends every request and gives the memory back; the object cannot be used afterwards."""
+        del self._engine
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _outputs(self, name: str) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                for output in self._engine.step():
+                    if output.request_id == name:
+                        yield output
+                        if output.finished:
+                            return
+        finally:
+            self._engine.abort(name)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, mapping, or token ids) as a list of one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(hasattr(item, "__index__") for item in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config, else config, else the tokenizer's."""
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return tokenizer.eos_token_ids if tokenizer else ()
