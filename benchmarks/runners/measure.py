@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import sys
@@ -63,7 +64,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--started-at", type=float, default=time.time())
     return parser.parse_args()
