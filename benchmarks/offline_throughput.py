@@ -3,10 +3,11 @@
 SmolLM2-135M in float32, greedy, 32 requests with 16 to 256 random prompt tokens and 16 to 192
 output tokens (end-of-text ignored, so counts are exact), all submitted at once. Each engine runs
 in a process of its own, in turn; the table shows the median of `--repeats`. Every process answers
-the workload twice, with other token ids each time: a cold pass, then the one that is timed. Start-up
-is process start to built engine, plus what the cold pass took beyond the timed one (compilation).
-Rates are tokens of the batch over its total time. Run it on an idle machine: engines that spin on
-every core suffer most from a neighbour.
+the workload twice, with other token ids each time: a cold pass, then the one that is timed.
+
+Start-up is process start to built engine, plus what the cold pass took beyond the timed one
+(compilation). Rates are tokens of the batch over its total time. Run it on an idle machine: engines
+that spin on every core suffer most from a neighbour.
 
     python benchmarks/offline_throughput.py                       # paged-jax alone
     python benchmarks/offline_throughput.py --engines paged-jax,transformers,vllm \\

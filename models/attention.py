@@ -9,7 +9,6 @@ from flax import nnx
 from paged_jax import ops
 from paged_jax.core import Batch, PagedCache
 from paged_jax.models.linear import Linear, matmul_precision
-from paged_jax.models.rope import inverse_frequencies
 from paged_jax.models.spec import DecoderSpec
 
 
@@ -70,6 +69,8 @@ class PagedAttention(nnx.Module):
             sm_scale=self.sm_scale,
             num_rows=batch.num_decode,
         )
+        if batch.is_decode_only:
+            return decoded, dataclasses.replace(cache, kv=kv)
         out = ops.paged_prefill(
             q,
             kv,
@@ -119,7 +120,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
         layer: int,
         batch: Batch | None,
         cache: PagedCache | None,
@@ -127,7 +128,6 @@ class SelfAttention(nnx.Module):
         spec = self.spec
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, spec.head_dim)
         q, k, v = jnp.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=-2)
-        inv_freq = jnp.asarray(inverse_frequencies(spec.rope, spec.head_dim))
-        q, k = ops.rope(q, positions, inv_freq), ops.rope(k, positions, inv_freq)
+        q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
         out, cache = self.attend(q, k, v, layer=layer, batch=batch, cache=cache)
         return self.out(out.reshape(*x.shape[:-1], -1)), cache

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from paged_jax import ops
 from paged_jax.core import Batch, CacheSpec, PagedCache
 from paged_jax.models.attention import SelfAttention
 from paged_jax.models.linear import Linear, product
 from paged_jax.models.mlp import GatedMLP
 from paged_jax.models.norm import RMSNorm
+from paged_jax.models.rope import inverse_frequencies
 from paged_jax.models.spec import DecoderSpec
 
 
@@ -38,12 +40,12 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
         layer: int,
         batch: Batch | None,
         cache: PagedCache | None,
     ) -> tuple[jax.Array, PagedCache | None]:
-        out, cache = self.attention(self.attention_norm(x), positions, layer, batch, cache)
+        out, cache = self.attention(self.attention_norm(x), rotation, layer, batch, cache)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -102,8 +104,10 @@ class Decoder(nnx.Module):
         cache: PagedCache | None,
     ) -> tuple[jax.Array, PagedCache | None]:
         x = self.embed(tokens)
+        inv_freq = jnp.asarray(inverse_frequencies(self.spec.rope, self.spec.head_dim))
+        rotation = ops.rope_tables(positions, inv_freq)
         for layer, block in enumerate(self.blocks):
-            x, cache = block(x, positions, layer, batch, cache)
+            x, cache = block(x, rotation, layer, batch, cache)
         return self.norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ LAYERS = {
     "models": "models",
     "engine": "engine",
     "llm": "llm",
+    "progress": "llm",
     "server": "server",
     "cli": "cli",
 }

@@ -33,6 +33,8 @@ class Batch:
     context_lens: jax.Array  # i32[R], tokens readable after this step's write; 0 in padding
     num_decode: jax.Array  # i32[]
     num_rows: jax.Array  # i32[], decode and prefill rows
+    is_decode_only: bool = jax.tree.static(default=False)
+    """Every row has one token and counts as decode: the program has no prefill attention."""
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -47,7 +49,7 @@ def make_batch(
     tokens: ArrayLike,
     row_ids: ArrayLike,
     query_lens: ArrayLike,
-    num_decode: ArrayLike,
+    num_decode: ArrayLike | None = None,
 ) -> Batch:
     """Lays out a step whose blocks are already allocated.
 
@@ -59,13 +61,22 @@ def make_batch(
       tokens: i32[T], packed: decode tokens, prefill tokens row after row, padding.
       row_ids: i32[R], rows of the state, decode rows first; S is padding.
       query_lens: i32[R], new tokens per row; 1 for decode rows, 0 for padding.
-      num_decode: Leading rows that decode.
+      num_decode: Leading rows that decode; None: all, which compiles no prefill attention. Then T
+        must be R.
+    Raises: ValueError when `num_decode` is None and T is not R.
     """
     tokens, row_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(row_ids, jnp.int32)
     query_lens = jnp.asarray(query_lens, jnp.int32)
+    is_decode_only = num_decode is None
+    if is_decode_only and tokens.shape != row_ids.shape:
+        raise ValueError(
+            f"tokens ({tokens.shape[0]}) must be as many as row_ids ({row_ids.shape[0]}) "
+            "when every row decodes"
+        )
     max_seqs = blocks.max_seqs
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
     is_row = row_ids < max_seqs
+    num_rows = jnp.sum(is_row, dtype=jnp.int32)
     context_lens = jnp.where(is_row, blocks.lengths[jnp.where(is_row, row_ids, 0)], 0)
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     is_real = index < starts[-1]
@@ -82,6 +93,7 @@ def make_batch(
         row_ids=row_ids,
         query_starts=starts,
         context_lens=context_lens,
-        num_decode=jnp.asarray(num_decode, jnp.int32),
-        num_rows=jnp.sum(is_row, dtype=jnp.int32),
+        num_decode=num_rows if num_decode is None else jnp.asarray(num_decode, jnp.int32),
+        num_rows=num_rows,
+        is_decode_only=is_decode_only,
     )

@@ -174,7 +174,8 @@ def allocate(
     # One list of blocks to take, [growth of rows 0..S-1, copies of rows 0..S-1]; entry j of it
     # gets stack entry num_free - 1 - j.
     counts = jnp.concatenate([_growth(state, tokens), _copies(state, tokens).astype(jnp.int32)])
-    ends = jnp.cumsum(counts)
+    # Sums over small triangles: XLA compiles and runs them faster than scans of this size.
+    ends = jnp.sum(jnp.where(jnp.tri(counts.shape[0], dtype=bool), counts[None, :], 0), axis=1)
     total = ends[-1]
     short = total > jnp.minimum(state.num_free, bound)
     ok = ~(too_long | short)
@@ -183,7 +184,7 @@ def allocate(
 
     entry = jnp.arange(bound, dtype=jnp.int32)
     is_real = entry < taken
-    source = jnp.searchsorted(ends, entry, side="right").astype(jnp.int32)
+    source = jnp.sum(ends[None, :] <= entry[:, None], axis=1, dtype=jnp.int32)
     source = jnp.minimum(source, 2 * max_seqs - 1)
     is_copy = is_real & (source >= max_seqs)
     row = source % max_seqs
@@ -353,24 +354,25 @@ def _shorten(state: BlockState, lengths: jax.Array) -> BlockState:
     keep = ceil_div(lengths, state.block_size)
     concerned = keep < ceil_div(state.lengths, state.block_size)
     out = state.num_blocks + 1
-    rows = jnp.nonzero(concerned, size=state.max_seqs, fill_value=0)[0]
     logical = jnp.arange(state.max_blocks_per_seq)
 
-    def body(i, carry):
-        free_blocks, num_free, refcounts, block_tables = carry
-        ids = block_tables[rows[i]]
-        dropped = (logical >= keep[rows[i]]) & (ids > 0)
+    def body(carry):
+        concerned, free_blocks, num_free, refcounts, block_tables = carry
+        row = jnp.argmax(concerned)  # the lowest
+        ids = block_tables[row]
+        dropped = (logical >= keep[row]) & (ids > 0)
         refcounts = refcounts.at[jnp.where(dropped, ids, out)].add(-1, mode="drop")
         freed = dropped & (refcounts[ids] == 0)
         rank = jnp.cumsum(freed, dtype=jnp.int32)
         place = jnp.where(freed, num_free + rank - 1, out)
         free_blocks = free_blocks.at[place].set(ids, mode="drop")
-        block_tables = block_tables.at[rows[i]].set(jnp.where(dropped, 0, ids))
-        return free_blocks, num_free + rank[-1], refcounts, block_tables
+        block_tables = block_tables.at[row].set(jnp.where(dropped, 0, ids))
+        concerned = concerned.at[row].set(False)
+        return concerned, free_blocks, num_free + rank[-1], refcounts, block_tables
 
-    carry = (state.free_blocks, state.num_free, state.refcounts, state.block_tables)
-    carry = jax.lax.fori_loop(0, jnp.sum(concerned, dtype=jnp.int32), body, carry)
-    free_blocks, num_free, refcounts, block_tables = carry
+    carry = (concerned, state.free_blocks, state.num_free, state.refcounts, state.block_tables)
+    carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), body, carry)
+    _, free_blocks, num_free, refcounts, block_tables = carry
     return dataclasses.replace(
         state,
         free_blocks=free_blocks,

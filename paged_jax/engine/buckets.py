@@ -23,24 +23,28 @@ _FEW_ROWS = 32
 def programs(config: ResolvedConfig) -> tuple[Program, ...]:
     """All programs of an engine, the cheapest first.
 
-    Decode programs have one token per row. In the others logits of padding rows cost little
-    beside their tokens, so they take all rows, but for the smallest.
+    Programs with T = R are for rows of one token each and have no prefill attention. In the
+    others logits of padding rows cost little beside their tokens; the largest takes all rows.
     """
     most_rows = max(2, config.max_num_seqs)
-    most_tokens = max(most_rows, config.max_num_batched_tokens)
-    rows = [size for size in _DECODE_ROWS if size < most_rows]
-    found = {Program(size, size) for size in [*rows, most_rows]}
-    for tokens in (size for size in _PREFILL_TOKENS if size < most_tokens):
-        few = most_rows if tokens > _PREFILL_TOKENS[0] else _FEW_ROWS
-        found.add(Program(tokens, min(few, most_rows, tokens)))
-    found.add(Program(most_tokens, most_rows))
+    most_tokens = max(most_rows + 1, config.max_num_batched_tokens)
+    decode = {size for size in _DECODE_ROWS if size < most_rows} | {most_rows}
+    prefill = {size for size in _PREFILL_TOKENS if size < most_tokens} | {most_tokens}
+    found = [Program(rows, rows) for rows in decode]
+    for tokens in prefill:
+        rows = most_rows if tokens == max(prefill) else min(_FEW_ROWS, most_rows)
+        if rows < tokens:
+            found.append(Program(tokens, rows))
     return tuple(sorted(found))
 
 
 def choose(available: tuple[Program, ...], num_tokens: int, num_rows: int) -> Program:
     """The cheapest program that holds so many tokens and rows."""
+    is_decode_only = num_tokens == num_rows
     return next(
         program
         for program in available
-        if program.num_tokens >= num_tokens and program.num_rows >= num_rows
+        if program.num_tokens >= num_tokens
+        and program.num_rows >= num_rows
+        and (is_decode_only or program.num_tokens > program.num_rows)
     )

@@ -5,6 +5,7 @@ updated in place; `blocks` and `rows` are small and never donated.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,9 @@ def create_row_state(size: int) -> RowState:
     )
 
 
+@functools.lru_cache(maxsize=16)
 def make_step(graphdef: Any, treedef: Any) -> Step:
-    """Builds the jitted step of one model.
+    """Builds the jitted step of one model; engines of equal models share it and its programs.
 
     Args:
       graphdef: From `nnx.split`; the module is merged again inside the trace, because a module or
@@ -116,7 +118,7 @@ def make_step(graphdef: Any, treedef: Any) -> Step:
             tokens=inputs.tokens.at[:num_rows].set(leading),
             row_ids=inputs.row_ids,
             query_lens=inputs.query_lens,
-            num_decode=inputs.num_decode,
+            num_decode=None if num_tokens == num_rows else inputs.num_decode,
         )
         hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
         logits = model.logits(hidden[batch.last_tokens]).astype(jnp.float32)

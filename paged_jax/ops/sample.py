@@ -74,30 +74,37 @@ def top_logprobs(
 
 
 def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """bool[R, V], tokens that pass top-k and then top-p."""
+    """bool[R, V], tokens that pass top-k and then top-p.
+
+    Both keep the most likely tokens whose measure reaches a target: each token measures 1 and the
+    target is k, or its probability and the target is p. So both are one loop, run for the filters
+    that any row uses.
+    """
     order = _ordered_bits(scaled)
     uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1])
     uses_p = is_random & (top_p < 1.0)
 
-    def by_count(kept: jax.Array) -> jax.Array:
-        wanted = jnp.where(uses_k, top_k, scaled.shape[1])
-        threshold = _bisect(
-            lambda t: jnp.sum(order >= t, axis=-1, dtype=jnp.int32) >= wanted, wanted.shape
-        )
-        return kept & ((order >= threshold[:, None]) | ~uses_k[:, None])
+    def apply(phase: jax.Array, kept: jax.Array) -> jax.Array:
+        is_k = phase == 0
+        weights = jnp.where(kept, jnp.where(is_k, 1.0, jnp.exp(scaled)), 0.0)
+        # Counts are exact in float32 up to 2^24 tokens.
+        total = jnp.sum(weights, axis=-1)
+        target = jnp.where(is_k, top_k.astype(jnp.float32), top_p * total)
 
-    def by_mass(kept: jax.Array) -> jax.Array:
-        weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-        wanted = top_p * jnp.sum(weights, axis=-1)
-        threshold = _bisect(
-            lambda t: jnp.sum(jnp.where(order >= t, weights, 0.0), axis=-1) >= wanted,
-            wanted.shape,
-        )
-        return kept & ((order >= threshold[:, None]) | ~uses_p[:, None])
+        def bisect(i: jax.Array, threshold: jax.Array) -> jax.Array:
+            bit = jnp.uint32(0x80000000) >> i.astype(jnp.uint32)
+            candidate = threshold | bit
+            above = jnp.where(order >= candidate[:, None], weights, 0.0)
+            return jnp.where(jnp.sum(above, axis=-1) >= target, candidate, threshold)
 
-    kept = jnp.ones(scaled.shape, bool)
-    kept = jax.lax.cond(jnp.any(uses_k), by_count, lambda kept: kept, kept)
-    return jax.lax.cond(jnp.any(uses_p), by_mass, lambda kept: kept, kept)
+        # The greatest threshold above which the measure still reaches the target.
+        threshold = jax.lax.fori_loop(0, 32, bisect, jnp.zeros_like(target, jnp.uint32))
+        is_used = jnp.where(is_k, uses_k, uses_p)[:, None]
+        return kept & ((order >= threshold[:, None]) | ~is_used)
+
+    first = jnp.where(jnp.any(uses_k), 0, 1)
+    last = jnp.where(jnp.any(uses_p), 2, 1)
+    return jax.lax.fori_loop(first, last, apply, jnp.ones(scaled.shape, bool))
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -107,27 +114,15 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _bisect(holds, shape: tuple[int, ...]) -> jax.Array:
-    """uint32, the greatest t for which `holds(t[:, None])`, true at 0 and falling in t."""
-
-    def body(i, t):
-        candidate = t | (jnp.uint32(0x80000000) >> i.astype(jnp.uint32))
-        return jnp.where(holds(candidate[:, None]), candidate, t)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
-
-
 def _uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     """f32[R] in [0, 1), one draw per row from its own key."""
-
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        # Two words, because `key` drops the high word of a seed silently.
-        key = jax.random.key(seed[0], impl="threefry2x32")
-        for word in (seed[1], seed[2], position.astype(jnp.uint32)):
-            key = jax.random.fold_in(key, word)
-        return jax.random.uniform(key, dtype=jnp.float32)
-
-    return jax.vmap(one)(seeds, positions)
+    # Two words of seed, because `key` drops the high word of a larger one silently.
+    words = jnp.concatenate([seeds[:, 1:], positions[:, None].astype(jnp.uint32)], axis=1)
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(seeds[:, 0])
+    keys = jax.lax.fori_loop(
+        0, words.shape[1], lambda i, keys: jax.vmap(jax.random.fold_in)(keys, words[:, i]), keys
+    )
+    return jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
 
 
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:

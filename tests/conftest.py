@@ -1,0 +1,53 @@
+"""Strictness for every test, and the models they share."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+# Before the packages are imported: shapes and dtypes of annotations are then checked at run time.
+install_import_hook(["paged_jax.ops", "pallas_kernels"], "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The embedded model, fetched into the user's cache at its first use."""
+    from paged_jax.models.hub import resolve_model
+
+    return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """A random Llama-like model small enough to compile in seconds: V 258, 2 layers, float32."""
+    from flax import nnx
+
+    from paged_jax.models.decoder import Decoder
+    from paged_jax.models.spec import DecoderSpec, RopeSpec
+
+    spec = DecoderSpec(
+        vocab_size=258,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_size=48,
+        norm_eps=1e-6,
+        rope=RopeSpec(),
+        max_position_embeddings=512,
+    )
+    return Decoder(spec, rngs=nnx.Rngs(7))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Seeded anew for each test."""
+    return np.random.default_rng(0)
