@@ -29,7 +29,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         if field.type is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         else:
-            kind = _TYPES.get(getattr(field.type, "__name__", str(field.type)), None)
+            kind = _TYPES.get(getattr(field.type, "__name__", str(field.type)))
             kind = kind or _TYPES.get(str(field.type), str)
             group.add_argument(flag, type=kind, default=None, metavar="X")
 
