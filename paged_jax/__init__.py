@@ -4,7 +4,14 @@ Importing this package loads neither jax nor flax; names are resolved on first u
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_jax.config import EngineConfig
+    from paged_jax.engine import Engine
+    from paged_jax.llm import LLM
+    from paged_jax.outputs import CompletionOutput, Logprob, RequestOutput
+    from paged_jax.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from paged_jax.config import EngineConfig
 from paged_jax.engine.compile_cache import use_compilation_cache
 from paged_jax.engine.engine import Engine
@@ -16,6 +14,7 @@ from paged_jax.engine.submission import Prompt
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.hub import cache_dir, resolve_model
 from paged_jax.models.load import load_model, open_checkpoint
+from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import RequestProgress
@@ -31,7 +30,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | nnx.Module = "smollm2-135m-instruct",
+        model: str | Path | PagedModel = "smollm2-135m-instruct",
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         **options: Any,
@@ -52,11 +51,7 @@ class LLM:
         eos_token_ids: Sequence[int] = ()
         max_position = None
         own_tokenizer = None
-        if isinstance(model, nnx.Module):
-            if config.dtype != "auto":
-                raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
-            module = model
-        else:
+        if isinstance(model, (str, Path)):
             start = time.monotonic()
             path = resolve_model(str(model), progress=_logger.info)
             _logger.info("loading %s", path.name)
@@ -66,6 +61,13 @@ class LLM:
             eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
             max_position = module.spec.max_position_embeddings
             _logger.info("loaded in %.1f s", time.monotonic() - start)
+        else:
+            for method in ("logits", "cache_spec"):
+                if not callable(getattr(model, method, None)):
+                    raise ValueError(f"model {type(model).__name__} must have a method {method}")
+            if config.dtype != "auto":
+                raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
+            module = model
         if isinstance(tokenizer, (str, Path)):
             own_tokenizer = load_tokenizer(Path(tokenizer))
             if own_tokenizer is None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import platform
+from importlib.metadata import version
 from typing import Any
 
 from paged_jax.cli import options
@@ -35,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _environment() -> dict[str, Any]:
     import flax
     import jax
-    import jaxlib
 
     import paged_jax
 
@@ -43,7 +43,7 @@ def _environment() -> dict[str, Any]:
         "paged-jax": paged_jax.__version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "flax": flax.__version__,
         "devices": [str(device) for device in jax.devices()],
     }

@@ -4,10 +4,10 @@ import hashlib
 import logging
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 _logger = logging.getLogger("paged_jax")
 
@@ -18,9 +18,9 @@ def use_compilation_cache(cache_dir: Path) -> None:
     The directory is named by jaxlib's version and the processor's features, because XLA:CPU
     programs use the instructions of the machine they were compiled on.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.read("jax_compilation_cache_dir") is not None:
         return
-    name = f"jaxlib-{jaxlib.__version__}-{platform.machine()}-{_cpu_features()}"
+    name = f"jaxlib-{version('jaxlib')}-{platform.machine()}-{_cpu_features()}"
     path = cache_dir / "xla" / name
     try:
         path.mkdir(parents=True, exist_ok=True)

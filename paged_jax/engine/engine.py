@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from flax import nnx
 
 from paged_jax import core
 from paged_jax.config import EngineConfig, ResolvedConfig
@@ -16,6 +15,7 @@ from paged_jax.engine.scheduler import SchedulerState, schedule
 from paged_jax.engine.step import StepOutputs
 from paged_jax.engine.submission import Prompt, check_request
 from paged_jax.ledger import LedgerAllocation
+from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import (
     CompletionOutput,
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: PagedModel,
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
@@ -59,7 +59,7 @@ class Engine:
             config,
             model.cache_spec(),
             kv_dtype,
-            max_position,  # type: ignore[attr-defined]
+            max_position,
         )
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -14,6 +14,7 @@ from paged_jax.config import ResolvedConfig
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.request import Request
 from paged_jax.engine.step import RowState, StepInputs, StepOutputs, create_row_state, make_step
+from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
 
 _logger = logging.getLogger("paged_jax")
@@ -23,7 +24,7 @@ class Runner:
     """Applies plans on the device and reads back what was sampled."""
 
     def __init__(
-        self, model: nnx.Module, config: ResolvedConfig, kv_dtype: Any, *, strict_compile: bool
+        self, model: PagedModel, config: ResolvedConfig, kv_dtype: Any, *, strict_compile: bool
     ) -> None:
         self.config = config
         self.programs = programs(config)
@@ -31,7 +32,7 @@ class Runner:
         self._strict_compile = strict_compile
         self._is_warm = False
         self._kv_dtype = kv_dtype
-        self._spec = model.cache_spec()  # type: ignore[attr-defined]
+        self._spec = model.cache_spec()
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self._params = tuple(leaves)
@@ -128,9 +129,9 @@ class Runner:
         )
 
 
-def probe(model: nnx.Module) -> tuple[Any, int]:
+def probe(model: PagedModel) -> tuple[Any, int]:
     """KV dtype and vocabulary size of a model on the protocol, without running it."""
-    spec = model.cache_spec()  # type: ignore[attr-defined]
+    spec = model.cache_spec()
 
     def run() -> tuple[jax.Array, jax.Array]:
         blocks = core.create_block_state(1, 1, 1, 1)
@@ -142,8 +143,8 @@ def probe(model: nnx.Module) -> tuple[Any, int]:
             query_lens=np.zeros(1, np.int32),
             num_decode=0,
         )
-        hidden, _ = model(batch, core.PagedCache(blocks=blocks, kv=kv))  # type: ignore[operator]
-        return hidden, model.logits(hidden)  # type: ignore[attr-defined]
+        hidden, _ = model(batch, core.PagedCache(blocks=blocks, kv=kv))
+        return hidden, model.logits(hidden)
 
     hidden, logits = nnx.eval_shape(run)
     return hidden.dtype, logits.shape[-1]

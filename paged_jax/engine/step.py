@@ -6,7 +6,6 @@ updated in place; `blocks` and `rows` are small and never donated.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +61,6 @@ class StepOutputs:
     top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
 
 
-Step = Callable[
-    [tuple[jax.Array, ...], KVCache, BlockState, RowState, StepInputs],
-    tuple[KVCache, BlockState, RowState, StepOutputs],
-]
-
-
 def create_row_state(size: int) -> RowState:
     """Greedy rows without a token."""
     return RowState(
@@ -81,7 +74,7 @@ def create_row_state(size: int) -> RowState:
 
 
 @functools.lru_cache(maxsize=16)
-def make_step(graphdef: Any, treedef: Any) -> Step:
+def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
     """Builds the jitted step of one model; engines of equal models share it and its programs.
 
     Args:
