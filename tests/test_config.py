@@ -1,0 +1,102 @@
+import dataclasses
+
+import pytest
+
+from paged_jax.config import EngineConfig, ResolvedConfig
+
+FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
+
+# Option, its only value, and values that code written for vLLM may bring.
+ONE_VALUE = [
+    ("enable_prefix_caching", False, True),
+    ("scheduling_policy", "fcfs", "priority"),
+    ("preemption_mode", "recompute", "swap"),
+    ("tensor_parallel_size", 1, 2),
+    ("kv_cache_dtype", "auto", "fp8"),
+]
+SIZES = [
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+]
+
+
+def test_defaults_are_valid():
+    assert EngineConfig.from_options({}) == EngineConfig()
+
+
+def test_options_become_fields():
+    config = EngineConfig.from_options({"block_size": 4, "debug": True})
+    assert (config.block_size, config.debug) == (4, True)
+
+
+def test_an_unknown_option_is_refused_with_the_list_of_options():
+    with pytest.raises(ValueError, match="unknown option 'max_num_seq'") as caught:
+        EngineConfig.from_options({"max_num_seq": 4})
+    listed = str(caught.value).split("options: ")[1].split(", ")
+    assert listed == FIELDS
+
+
+@pytest.mark.parametrize(("name", "only", "other"), ONE_VALUE, ids=lambda value: str(value))
+def test_an_option_with_one_value_takes_it_and_refuses_others(name, only, other):
+    assert EngineConfig(**{name: only}) == EngineConfig()
+    with pytest.raises(NotImplementedError, match=name) as caught:
+        EngineConfig(**{name: other})
+    assert repr(other) in str(caught.value)
+    assert f"use {only!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+def test_a_size_must_be_a_positive_integer(name, value):
+    with pytest.raises(ValueError, match=name) as caught:
+        EngineConfig(**{name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_max_model_len_leaves_room_for_an_output_token():
+    with pytest.raises(ValueError, match=r"max_model_len \(1\) must be at least 2"):
+        EngineConfig(max_model_len=1)
+    assert EngineConfig(max_model_len=2).max_model_len == 2
+
+
+def test_a_dispatch_must_hold_a_token_of_every_request():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) must be at least"):
+        EngineConfig(max_num_batched_tokens=7, max_num_seqs=8)
+    assert EngineConfig(max_num_batched_tokens=8, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.01, float("nan")])
+def test_memory_utilization_is_a_fraction(value):
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=value)
+
+
+def test_all_memory_may_be_used():
+    assert EngineConfig(gpu_memory_utilization=1.0)
+
+
+def test_warmup_is_lazy_or_all():
+    assert EngineConfig(warmup="all").warmup == "all"
+    with pytest.raises(ValueError, match="warmup"):
+        EngineConfig(warmup="eager")
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().block_size = 8
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(15, 1), (16, 1), (17, 2)])
+def test_a_table_row_holds_the_longest_request(length, blocks):
+    config = ResolvedConfig(
+        max_model_len=length,
+        block_size=16,
+        num_blocks=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+    )
+    assert config.max_blocks_per_seq == blocks
