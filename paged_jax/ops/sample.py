@@ -90,6 +90,8 @@ def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.
         # Counts are exact in float32 up to 2^24 tokens.
         total = jnp.sum(weights, axis=-1)
         target = jnp.where(is_k, top_k.astype(jnp.float32), top_p * total)
+        # A top_p that underflows still keeps the most likely token.
+        target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)
 
         def bisect(i: jax.Array, threshold: jax.Array) -> jax.Array:
             bit = jnp.uint32(0x80000000) >> i.astype(jnp.uint32)
@@ -109,7 +111,7 @@ def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
     """uint32 image of a float32 that orders as the float does; -0 and +0 become one."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
@@ -133,19 +135,24 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     rows, vocab = weights.shape
     grouped = jnp.pad(weights, ((0, 0), (0, -vocab % _GROUP))).reshape(rows, -1, _GROUP)
-    ends = jnp.cumsum(jnp.sum(grouped, axis=-1), axis=-1)
+    sums = jnp.sum(grouped, axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
-    group = _first_past(ends, target)
+    group = _first_past(ends, target, sums > 0.0)
     before = jnp.where(group > 0, jnp.take_along_axis(ends, group[:, None] - 1, axis=1)[:, 0], 0.0)
     inside = jnp.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
-    return group * _GROUP + _first_past(jnp.cumsum(inside, axis=-1), target - before)
+    ends = jnp.cumsum(inside, axis=-1)
+    return group * _GROUP + _first_past(ends, target - before, inside > 0.0)
 
 
-def _first_past(ends: jax.Array, target: jax.Array) -> jax.Array:
-    """First index with ends > target; rounding may leave none, then the last step of ends."""
-    step = ends > jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+def _first_past(ends: jax.Array, target: jax.Array, is_kept: jax.Array) -> jax.Array:
+    """First kept index with ends > target; rounding may leave none, then the last kept index.
+
+    A parallel cumulative sum rounds each element on its own, so it can rise by an ulp where the
+    weight is 0: a rise alone does not say that an index is kept.
+    """
     index = jnp.arange(ends.shape[1])
-    last = jnp.max(jnp.where(step, index, 0), axis=-1)
-    past = ends > target[:, None]
+    last = jnp.max(jnp.where(is_kept, index, 0), axis=-1)
+    past = is_kept & (ends > target[:, None])
     first = jnp.where(jnp.any(past, axis=-1), jnp.argmax(past, axis=-1), last)
     return first.astype(jnp.int32)
