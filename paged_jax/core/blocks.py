@@ -127,7 +127,7 @@ def fit(state: BlockState, new_tokens: jax.Array) -> jax.Array:
     """
     short_enough = new_tokens <= _room(state)
     tokens = jnp.where(short_enough, _clip_tokens(state, new_tokens), 0)
-    everything_fits = jnp.sum(needed(state, tokens)) <= state.num_free
+    everything_fits = jnp.sum(needed(state, tokens), dtype=jnp.int32) <= state.num_free
 
     def one_by_one() -> jax.Array:
         # Copies of a block written by w of its c owners: min(w, c - 1), whichever rows they are.
@@ -175,7 +175,8 @@ def allocate(
     # gets stack entry num_free - 1 - j.
     counts = jnp.concatenate([_growth(state, tokens), _copies(state, tokens).astype(jnp.int32)])
     # Sums over small triangles: XLA compiles and runs them faster than scans of this size.
-    ends = jnp.sum(jnp.where(jnp.tri(counts.shape[0], dtype=bool), counts[None, :], 0), axis=1)
+    is_before = jnp.tri(counts.shape[0], dtype=bool)
+    ends = jnp.sum(jnp.where(is_before, counts[None, :], 0), axis=1, dtype=jnp.int32)
     total = ends[-1]
     short = total > jnp.minimum(state.num_free, bound)
     ok = ~(too_long | short)
@@ -354,7 +355,7 @@ def _shorten(state: BlockState, lengths: jax.Array) -> BlockState:
     keep = ceil_div(lengths, state.block_size)
     concerned = keep < ceil_div(state.lengths, state.block_size)
     out = state.num_blocks + 1
-    logical = jnp.arange(state.max_blocks_per_seq)
+    logical = jnp.arange(state.max_blocks_per_seq, dtype=jnp.int32)
 
     def body(carry):
         concerned, free_blocks, num_free, refcounts, block_tables = carry

@@ -71,7 +71,7 @@ def prefill(
     tables, chunk = _padded_tables(block_tables, cache.block_size, PREFILL_CHUNK)
     # A tile may start at any token, so the last one reads past the end of the axis.
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
-    within = jnp.arange(tile)
+    within = jnp.arange(tile, dtype=jnp.int32)
 
     def one_row(r, out):
         start, length = query_starts[r], context_lens[r]
@@ -133,7 +133,7 @@ def _read_chunk(
         gathered = gathered[..., : cache.head_dim]
         return gathered.reshape(cache.num_kv_heads, chunk, -1).astype(jnp.float32)
 
-    return rows(0), rows(1), index * chunk + jnp.arange(chunk)
+    return rows(0), rows(1), index * chunk + jnp.arange(chunk, dtype=jnp.int32)
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
