@@ -76,7 +76,7 @@ class LLM:
             own_tokenizer = tokenizer
         if not eos_token_ids and own_tokenizer is not None:
             eos_token_ids = own_tokenizer.eos_token_ids
-        self._engine = Engine(
+        self._engine: Engine | None = Engine(
             module,
             config,
             tokenizer=own_tokenizer,
@@ -84,10 +84,19 @@ class LLM:
             max_position=max_position,
         )
         self._ids = itertools.count()
+        self._aborted: list[RequestOutput] = []
+        """Last outputs of aborted requests, which the next step reports."""
+        self._unread: dict[str, RequestOutput | None] = {}
+        """Newest output of each open stream, until the stream has yielded it."""
 
     @property
     def engine(self) -> Engine:
-        """The engine below: add requests and step it yourself."""
+        """The engine below: add requests and step it yourself.
+
+        Raises: RuntimeError after `close`.
+        """
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
         return self._engine
 
     def generate(
@@ -117,17 +126,18 @@ class LLM:
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
         names = [str(next(self._ids)) for _ in listed]
-        self._engine.add_requests(list(zip(names, listed, params, strict=True)))
+        self.engine.add_requests(list(zip(names, listed, params, strict=True)))
         finished: dict[str, RequestOutput] = {}
+        mine = set(names)
         try:
             with RequestProgress(len(listed), is_shown=use_tqdm) as progress:
                 while len(finished) < len(listed):
-                    outputs = self._engine.step()
+                    outputs = [out for out in self._step() if out.request_id in mine]
                     finished |= {out.request_id: out for out in outputs if out.finished}
                     progress.update(len(finished), outputs)
         finally:
             for name in names:
-                self._engine.abort(name)
+                self.engine.abort(name)
         return [finished[name] for name in names]
 
     def chat(
@@ -156,15 +166,18 @@ class LLM:
         """Completes one prompt, yielding the output so far after each token.
 
         The text of an output is a prefix of the text of every later one. Closing the iterator
-        early aborts the request.
+        early aborts the request. Other calls may run meanwhile; tokens that they bring forward
+        are in the next output.
         """
         name = str(next(self._ids))
-        self._engine.add_request(name, prompt, sampling_params or SamplingParams())
-        return self._outputs(name)
+        self.engine.add_request(name, prompt, sampling_params or SamplingParams())
+        outputs = self._outputs(name)
+        next(outputs)  # into its `try`, so that closing it before its first output aborts too
+        return outputs  # type: ignore[return-value]
 
     def render(self, messages: Messages) -> dict[str, Any]:
         """The prompt that `chat` makes of a conversation: text and token ids."""
-        tokenizer = self._engine.tokenizer
+        tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: chat needs one with a chat template")
         text = tokenizer.apply_chat_template(messages)
@@ -173,20 +186,22 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; unknown ids are ignored."""
-        self._engine.abort(request_id)
+        """Ends a request, whose last output says so; unknown ids are ignored."""
+        output = self.engine.abort(request_id)
+        if output is not None:
+            self._aborted.append(output)
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens; see `Engine.stats`."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None for a model that serves token ids only."""
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def close(self) -> None:
         """Ends every request and gives the memory back; the object cannot be used afterwards."""
-        del self._engine
+        self._engine = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -194,16 +209,34 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _outputs(self, name: str) -> Iterator[RequestOutput]:
+    def _step(self) -> list[RequestOutput]:
+        """One dispatch for every open call; keeps what belongs to streams."""
+        outputs, self._aborted = self._aborted, []
+        if not outputs:
+            if not self.engine.has_unfinished():
+                raise RuntimeError("the request is gone: the engine was reset by a failed call")
+            outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in self._unread:
+                self._unread[output.request_id] = output
+        return outputs
+
+    def _outputs(self, name: str) -> Iterator[RequestOutput | None]:
+        """None, then the outputs of one request."""
+        self._unread[name] = None
         try:
+            yield None
             while True:
-                for output in self._engine.step():
-                    if output.request_id == name:
-                        yield output
-                        if output.finished:
-                            return
+                while (output := self._unread[name]) is None:
+                    self._step()
+                self._unread[name] = None
+                yield output
+                if output.finished:
+                    return
         finally:
-            self._engine.abort(name)
+            del self._unread[name]
+            if self._engine is not None:
+                self._engine.abort(name)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -62,19 +62,23 @@ def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) 
     start = time.monotonic()
     outputs = llm.stream(llm.render(messages), params)
     with startup_status():
-        output = next(outputs)  # compiles, the first time
+        # The first token comes from a prefill program and the second from a decode program; each
+        # may have to be compiled, and neither compiles afterwards.
+        output = next(outputs)
+        first = time.monotonic()
+        output = next(outputs, output)
     shown = _show(output, 0)
-    first = time.monotonic()
+    warm, num_warm = time.monotonic(), len(output.outputs[0].token_ids)
     for output in outputs:
         shown = _show(output, shown)
     print(flush=True)
     completion = output.outputs[0]
-    later = len(completion.token_ids) - 1
-    speed = f"{later / (time.monotonic() - first):.1f} tokens/s" if later else "1 token"
+    later = len(completion.token_ids) - num_warm
+    speed = f", then {later / (time.monotonic() - warm):.1f} tokens/s" if later else ""
     stats = llm.stats()
     print(
         f"[{len(output.prompt_token_ids)} prompt + {len(completion.token_ids)} output tokens, "
-        f"first after {first - start:.2f} s, then {speed}, "
+        f"first after {first - start:.2f} s{speed}, "
         f"{output.num_blocks} of {stats['num_blocks']} KV blocks, "
         f"finish: {completion.finish_reason}]",
         file=sys.stderr,

@@ -28,6 +28,8 @@ class Request:
     row: int | None = None
     num_computed: int = 0
     """Leading known tokens whose KV is in the pool."""
+    num_prefill: int = 0
+    """Tokens known at admission, which the host provides; later ones are on the device."""
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -42,8 +44,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the token sampled last have KV."""
-        return self.num_computed > 0 and self.num_known - self.num_computed == 1
+        """Whether its next token is the one that the device sampled last."""
+        return self.row is not None and self.num_computed >= self.num_prefill
 
     def known(self, start: int, count: int) -> list[int]:
         """Tokens [start, start + count) of prompt and output."""

@@ -110,6 +110,7 @@ class _Round:
                 return
             state.waiting.popleft()
             request.row = heapq.heappop(state.free_rows)
+            request.num_prefill = request.num_known
             state.running.append(request)
             state.running.sort(key=lambda request: request.order)
             count = min(request.num_known, self.budget)

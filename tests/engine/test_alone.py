@@ -1,0 +1,225 @@
+"""Whatever happens around a request, its tokens are those of the same request run alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paged_jax.sampling_params import SamplingParams
+from tests.engine.harness import (
+    BLOCK,
+    PoolWatch,
+    assert_idle,
+    assert_tables_tight,
+    make_engine,
+    run_all,
+)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
+    return rng.integers(0, 258, length).tolist()
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, count):
+    """Rows padded to a bucket, all blocks live, the lowest and the highest included."""
+    blocks = 2 * count  # 5 prompt tokens and at most 4 decode steps each: all blocks in use
+    engine = make_engine(toy, num_blocks=blocks)
+    watch = PoolWatch(engine)
+    prompts = [prompt_of(rng, 5) for _ in range(count)]
+    requests = [(str(i), prompt, greedy(4)) for i, prompt in enumerate(prompts)]
+    run = run_all(engine, requests)
+    assert watch.blocks_used == set(range(1, blocks + 1))
+    assert watch.num_checked > 3
+    for name, prompt, params in requests:
+        assert run.tokens(name) == alone(prompt, params)
+    assert_idle(engine)
+
+
+def test_block_boundaries_take_exactly_the_blocks_needed(toy, alone, rng):
+    engine = make_engine(toy)
+    cases = list(itertools.product((3, 4, 5, 7, 8, 9), (1, 2, 4, 5)))
+    for length, max_tokens in cases:
+        prompt = prompt_of(rng, length)
+        run = run_all(engine, [("a", prompt, greedy(max_tokens))], after_step=assert_tables_tight)
+        assert run.tokens("a") == alone(prompt, greedy(max_tokens))
+        # The last token is never run, so it takes no slot.
+        assert run.finished["a"].num_blocks == -(-(length + max_tokens - 1) // BLOCK)
+        assert_idle(engine)
+
+
+def test_context_need_not_be_a_multiple_of_the_block(toy, rng):
+    engine = make_engine(toy, max_model_len=10, num_blocks=24, max_num_seqs=2)
+    run = run_all(engine, [("a", prompt_of(rng, 7), greedy(50))], after_step=assert_tables_tight)
+    assert len(run.tokens("a")) == 3
+    assert run.reason("a") == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [1, None])
+def test_prompts_around_the_context_length_end_or_are_refused(toy, alone, rng, max_tokens):
+    engine = make_engine(toy, max_model_len=16)
+    params = greedy(max_tokens)
+    run = run_all(engine, [("fits", prompt_of(rng, 15), params)])
+    assert len(run.tokens("fits")) == 1
+    assert run.reason("fits") == "length"
+    for length in (16, 17):
+        with pytest.raises(ValueError, match=r"must be shorter than max_model_len \(16\)"):
+            engine.add_request("long", prompt_of(rng, length), params)
+        behind = prompt_of(rng, 4)
+        run = run_all(engine, [("behind", behind, greedy(3))])
+        assert run.tokens("behind") == alone(behind, greedy(3))
+    assert_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def small(toy):
+    """A pool of 4 blocks, 16 slots."""
+    return make_engine(toy, num_blocks=4)
+
+
+def test_a_prompt_that_can_never_fit_the_pool_is_refused(small, alone, rng):
+    with pytest.raises(ValueError, match="needs 5 KV blocks of 4 and the pool has 4"):
+        small.add_request("never", prompt_of(rng, 20), greedy(4))
+    short = prompt_of(rng, 4)
+    run = run_all(small, [("short", short, greedy(4))])
+    assert run.tokens("short") == alone(short, greedy(4))
+    assert_idle(small)
+
+
+def test_a_request_alone_in_the_pool_that_cannot_grow_ends_with_length(small, alone, rng):
+    prompt, short = prompt_of(rng, 12), prompt_of(rng, 4)
+    run = run_all(small, [("grows", prompt, greedy(20)), ("short", short, greedy(3))])
+    # 16 slots hold the KV of 12 prompt and 4 output tokens; one more was sampled from them.
+    assert run.reason("grows") == "length"
+    assert run.tokens("grows") == alone(prompt, greedy(20))[:5]
+    assert run.finished["grows"].num_blocks == 4
+    assert run.tokens("short") == alone(short, greedy(3))
+    assert_idle(small)
+
+
+def test_a_preempted_request_that_filled_the_pool_ends_with_length(small, alone, rng):
+    # Both grow until the later one is preempted with more tokens than may ever be admitted again.
+    first, second = prompt_of(rng, 3), prompt_of(rng, 3)
+    run = run_all(small, [("first", first, greedy(40)), ("second", second, greedy(40))])
+    for name, prompt in (("first", first), ("second", second)):
+        assert run.reason(name) == "length"
+        assert run.tokens(name) == alone(prompt, greedy(40))[: len(run.tokens(name))]
+        assert len(run.tokens(name)) == 14
+    assert_idle(small)
+
+
+def test_preempted_requests_are_computed_again_and_lose_nothing(toy, alone, rng):
+    engine = make_engine(toy, num_blocks=6)
+    prompts = [prompt_of(rng, 8) for _ in range(3)]
+    requests = [(str(i), prompt, greedy(12)) for i, prompt in enumerate(prompts)]
+    run = run_all(engine, requests, after_step=assert_tables_tight)
+    for name, prompt, params in requests:
+        assert run.tokens(name) == alone(prompt, params)
+        assert len(run.tokens(name)) == 12
+    assert engine.stats()["num_preemptions"] > 0
+    # The first to arrive is never the victim.
+    assert run.finished["0"].metrics.num_preemptions == 0
+    assert engine.stats()["prompt_tokens"] == 24
+    assert engine.stats()["generation_tokens"] == 36
+    assert_idle(engine)
+
+
+def mixed_requests(rng: np.random.Generator, count: int):
+    for i in range(count):
+        is_greedy = i % 3 > 0
+        params = SamplingParams(
+            temperature=0.0 if is_greedy else 0.9,
+            top_k=0 if i % 2 else 20,
+            top_p=1.0 if i % 4 else 0.8,
+            seed=i,
+            max_tokens=int(rng.integers(1, 24)),
+        )
+        yield str(i), prompt_of(rng, int(rng.integers(1, 32))), params
+
+
+def test_64_mixed_requests_through_40_blocks_equal_each_alone(toy, alone, rng):
+    """Greedy and seeded, joining at random, chunked, preempted; audited after every dispatch."""
+    engine = make_engine(toy, num_blocks=40, max_num_batched_tokens=24)
+    requests = list(mixed_requests(rng, 64))
+    arrivals = rng.integers(0, 60, 64).tolist()
+    run = run_all(engine, requests, arrivals=arrivals, after_step=assert_tables_tight)
+    assert len(run.finished) == 64
+    for name, prompt, params in requests:
+        assert run.tokens(name) == alone(prompt, params), name
+    assert engine.stats()["num_preemptions"] > 0
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_tiny_blocks_change_no_token(toy, alone, rng, block_size):
+    engine = make_engine(toy, block_size=block_size, num_blocks=80 // block_size)
+    requests = list(mixed_requests(rng, 10))
+    run = run_all(engine, requests)
+    for name, prompt, params in requests:
+        assert run.tokens(name) == alone(prompt, params), name
+    assert_idle(engine)
+
+
+def test_the_order_of_requests_changes_no_token(toy, alone, rng):
+    engine = make_engine(toy)
+    prompts = [prompt_of(rng, length) for length in (3, 4, 5, 9, 1)]
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
+        run = run_all(engine, [(str(i), prompts[i], greedy(6)) for i in order])
+        for i in order:
+            assert run.tokens(str(i)) == alone(prompts[i], greedy(6))
+
+
+def test_freed_blocks_full_of_nan_poison_nobody(toy, alone, rng):
+    engine = make_engine(toy)
+    engine.runner.kv = type(engine.runner.kv)(
+        kv=np.nan * engine.runner.kv.kv,
+        layout=engine.runner.kv.layout,
+        num_kv_heads=engine.runner.kv.num_kv_heads,
+        head_dim=engine.runner.kv.head_dim,
+    )
+    prompts = [prompt_of(rng, length) for length in (1, 3, 4, 5, 13)]
+    run = run_all(engine, [(str(i), prompt, greedy(6)) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert run.tokens(str(i)) == alone(prompt, greedy(6))
+
+
+def test_a_seed_belongs_to_its_request(toy, rng):
+    engine = make_engine(toy)
+    prompt = prompt_of(rng, 6)
+    params = SamplingParams(temperature=1.0, max_tokens=8, seed=9)
+    unseeded = SamplingParams(temperature=1.0, max_tokens=8)
+    first = run_all(engine, [("a", prompt, params), ("b", prompt, unseeded)])
+    second = run_all(
+        engine, [("b", prompt, unseeded), ("c", prompt, unseeded), ("a", prompt, params)]
+    )
+    assert first.tokens("a") == second.tokens("a")
+    assert first.tokens("b") != second.tokens("b")
+    high = SamplingParams(temperature=1.0, max_tokens=8, seed=9 + 2**32)
+    assert run_all(engine, [("a", prompt, high)]).tokens("a") != first.tokens("a")
+
+
+def test_an_aborted_request_gives_its_blocks_back(toy, alone, rng):
+    engine = make_engine(toy)
+    prompts = {name: prompt_of(rng, 9) for name in ("stays", "running", "waiting")}
+    for name in ("stays", "running"):
+        engine.add_request(name, prompts[name], greedy(10))
+    engine.step()
+    engine.add_request("waiting", prompts["waiting"], greedy(10))
+    for name in ("running", "waiting"):
+        output = engine.abort(name)
+        assert output is not None
+        assert output.outputs[0].finish_reason == "abort"
+        assert engine.abort(name) is None
+    assert engine.abort("unknown") is None
+    tokens = []
+    while engine.has_unfinished():
+        tokens = [output.outputs[0].token_ids for output in engine.step()]
+    assert tokens[-1] == alone(prompts["stays"], greedy(10))
+    assert_idle(engine)
+    engine.add_request("running", prompts["running"], greedy(2))  # an id is free after the end
+    engine.abort("running")
+    assert_idle(engine)
