@@ -54,8 +54,8 @@ class LLM:
         if isinstance(model, (str, Path)):
             start = time.monotonic()
             path = resolve_model(str(model), progress=_logger.info)
-            _logger.info("loading %s", path.name)
             checkpoint = open_checkpoint(path)
+            _logger.info("loading %s", path.name)
             module = load_model(checkpoint, config.dtype)
             own_tokenizer = checkpoint.tokenizer()
             eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
