@@ -189,7 +189,7 @@ def test_core_ledger_and_contents_agree_on_random_histories():
     run_state_machine_as_test(
         Histories,
         settings=hypothesis.settings(
-            max_examples=120,
+            max_examples=60,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
