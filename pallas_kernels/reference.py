@@ -1,8 +1,9 @@
-"""Oracle for every paged-attention backend: plain jnp, float32, one query at a time.
+"""Oracle for every paged-attention backend: plain array code on the host, one query at a time.
 
 It shares no helper, mask or constant with a kernel. It is slow, and right by inspection: for each
-query it collects the keys and values of the positions it may see, one by one, out of the pool, and
-applies an ordinary softmax to exactly those. Nothing is masked because nothing unseen is read.
+query it collects the keys and values of the positions it may see out of the pool, and applies an
+ordinary softmax to exactly those. Nothing is masked because nothing unseen is read. It computes in
+float64 and rounds once to float32, so that what a comparison shows is the backend's error.
 """
 
 import jax
@@ -35,23 +36,20 @@ def attention_reference(
     tokens, heads, width = q.shape
     block_size = kv.shape[3]
     group = heads // (kv.shape[2] // 2)
-    pool = np.asarray(kv, np.float32)[layer]
-    queries = np.asarray(q, np.float32)
-    out = np.zeros((tokens, heads, width), np.float32)
+    pool = np.asarray(kv[layer], np.float64)
+    queries = np.asarray(q, np.float64)
+    out = np.zeros((tokens, heads, width), np.float64)
     for row in range(len(context_lens)):
         start, stop = int(query_starts[row]), int(query_starts[row + 1])
         for token in range(start, stop):
-            position = int(context_lens[row]) - (stop - token)
-            places = [
-                (int(block_tables[row][p // block_size]), p % block_size)
-                for p in range(position + 1)
-            ]
+            last = int(context_lens[row]) - (stop - token)
+            seen = np.arange(last + 1)
+            blocks, offsets = block_tables[row][seen // block_size], seen % block_size
             for head in range(heads):
                 pair = 2 * (head // group)
-                keys = np.stack([pool[block, pair, offset, :width] for block, offset in places])
-                values = np.stack(
-                    [pool[block, pair + 1, offset, :width] for block, offset in places]
-                )
+                keys = pool[blocks, pair, offsets, :width]
+                values = pool[blocks, pair + 1, offsets, :width]
                 logits = keys @ queries[token, head] * sm_scale
-                out[token, head] = np.asarray(jax.nn.softmax(jnp.asarray(logits))) @ values
-    return jnp.asarray(out)
+                weights = np.exp(logits - logits.max())
+                out[token, head] = weights @ values / weights.sum()
+    return jnp.asarray(out, jnp.float32)

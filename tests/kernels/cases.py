@@ -1,0 +1,160 @@
+"""The one table of attention cases that every backend must pass, and the arrays of a case.
+
+Block ids are shuffled. Whatever no query may read holds poison: the null block, free blocks, slots
+past the length of a row, every other layer, and the blocks that table entries past the length name.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.core import KVCache
+
+LAYERS, LAYER = 2, 1
+PADDING_TOKENS = 3
+SM_SCALE = 0.3
+
+TOLERANCES = {
+    # Sums of up to 300 products in another order than the oracle's: tens of units of 2^-24.
+    "float32": {"rtol": 1e-5, "atol": 1e-5},
+    # The output is rounded to 8 bits of mantissa (2^-9), and a kernel may round probabilities so.
+    "bfloat16": {"rtol": 8e-3, "atol": 8e-3},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Shapes and lengths; the rows of `query_lens` are the last positions of `context_lens`."""
+
+    name: str
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    table_width: int
+    dtype: str = "float32"
+
+    def with_lens(self, context_lens: tuple[int, ...], query_lens: tuple[int, ...]) -> "Case":
+        """Other lengths in the same shapes: nothing compiles again if the tokens are as many."""
+        return dataclasses.replace(self, context_lens=context_lens, query_lens=query_lens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Arrays of a case. Queries of rows without tokens and of padding are NaN."""
+
+    decode_q: jax.Array  # [R, H, D]
+    prefill_q: jax.Array  # [T + PADDING_TOKENS, H, D]
+    cache: KVCache
+    block_tables: np.ndarray  # i32[R, M]
+    context_lens: np.ndarray  # i32[R]
+    query_starts: np.ndarray  # i32[R+1]
+
+
+BASE = Case(
+    name="block4_group2",
+    block_size=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    context_lens=(1, 3, 4, 5, 13),
+    query_lens=(1, 2, 4, 1, 6),
+    table_width=6,
+)
+
+CASES = (
+    BASE,
+    Case(
+        name="block1_group1",
+        block_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        context_lens=(1, 2, 9, 3),
+        query_lens=(1, 2, 4, 1),
+        table_width=10,
+    ),
+    Case(
+        name="block2_group3_d40",
+        block_size=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=40,
+        context_lens=(3, 1, 2, 17),
+        query_lens=(2, 1, 2, 6),
+        table_width=9,
+    ),
+    # 20 blocks a row, where the chunks of the CPU path hold 8: three chunks, the last one partial.
+    Case(
+        name="block16_group7_d64_long",
+        block_size=16,
+        num_heads=7,
+        num_kv_heads=1,
+        head_dim=64,
+        context_lens=(15, 300, 16, 17, 1),
+        query_lens=(15, 20, 3, 2, 1),
+        table_width=20,
+    ),
+    Case(
+        name="block16_group8_d64_bf16",
+        block_size=16,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=64,
+        context_lens=(17, 140, 15, 1, 16),
+        query_lens=(2, 10, 15, 1, 9),
+        table_width=9,
+        dtype="bfloat16",
+    ),
+    # Prefill tiles of 64 queries: 70 and 66 take two, with a row of no tokens between them. Context
+    # lengths stand at a chunk of 128 tokens and one to each side.
+    Case(
+        name="block4_group4_tiles",
+        block_size=4,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=8,
+        context_lens=(127, 150, 0, 129, 128),
+        query_lens=(2, 70, 0, 66, 64),
+        table_width=39,
+    ),
+)
+
+
+def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
+    """Random arrays of a case; the same seed gives the same live values under any poison."""
+    rng = np.random.default_rng(seed)
+    rows, size = len(case.context_lens), case.block_size
+    num_blocks = rows * case.table_width
+    # Every table entry has its own block, so those past the length name poisoned ones.
+    tables = 1 + rng.permutation(num_blocks).reshape(rows, case.table_width)
+    kv_rows = 2 * case.num_kv_heads
+    kv = np.full((LAYERS, num_blocks + 1, kv_rows, size, case.head_dim), poison, np.float32)
+    for row, length in enumerate(case.context_lens):
+        live = rng.standard_normal((case.table_width * size, kv_rows, case.head_dim))
+        for t in range(length):
+            kv[LAYER, tables[row, t // size], :, t % size] = live[t]
+    tokens = sum(case.query_lens)
+    width = (case.num_heads, case.head_dim)
+    prefill_q = rng.standard_normal((tokens + PADDING_TOKENS, *width))
+    prefill_q[tokens:] = np.nan
+    decode_q = rng.standard_normal((rows, *width))
+    decode_q[np.array(case.context_lens) == 0] = np.nan
+    return Inputs(
+        decode_q=jnp.asarray(decode_q, case.dtype),
+        prefill_q=jnp.asarray(prefill_q, case.dtype),
+        cache=KVCache(
+            kv=jnp.asarray(kv, case.dtype),
+            layout="split",
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+        ),
+        block_tables=tables.astype(np.int32),
+        context_lens=np.array(case.context_lens, np.int32),
+        query_starts=np.array([0, *np.cumsum(case.query_lens)], np.int32),
+    )

@@ -1,0 +1,198 @@
+"""Every backend against the oracle, over the table of cases."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import ops
+from pallas_kernels.reference import attention_reference
+from tests.kernels.cases import BASE, CASES, LAYER, SM_SCALE, TOLERANCES, Case, Inputs, build
+
+POISONS = {"nan": np.nan, "inf": np.inf}
+TRACES = Counter()
+
+
+@functools.cache
+def compiled(name: str, backend: str):
+    """The op under jit, so that other values in the same shapes run the same program."""
+    op = getattr(ops, name)
+
+    def traced(*args, **rows):
+        TRACES[name] += 1
+        return op(*args, **rows, sm_scale=SM_SCALE, backend=backend)
+
+    return jax.jit(traced)
+
+
+def decode(backend: str, inputs: Inputs, num_rows: int | None = None) -> jax.Array:
+    rows = inputs.block_tables.shape[0] if num_rows is None else num_rows
+    return compiled("paged_decode", backend)(
+        inputs.decode_q,
+        inputs.cache,
+        jnp.int32(LAYER),
+        inputs.block_tables,
+        inputs.context_lens,
+        num_rows=jnp.int32(rows),
+    )
+
+
+def prefill(
+    backend: str, inputs: Inputs, first_row: int = 0, num_rows: int | None = None
+) -> jax.Array:
+    rows = inputs.block_tables.shape[0] if num_rows is None else num_rows
+    return compiled("paged_prefill", backend)(
+        inputs.prefill_q,
+        inputs.cache,
+        jnp.int32(LAYER),
+        inputs.block_tables,
+        inputs.context_lens,
+        inputs.query_starts,
+        first_row=jnp.int32(first_row),
+        num_rows=jnp.int32(rows),
+    )
+
+
+def expected_decode(inputs: Inputs) -> jax.Array:
+    has_token = inputs.context_lens > 0
+    starts = np.array([0, *np.cumsum(has_token)])
+    out = np.zeros(inputs.decode_q.shape, np.float32)
+    out[has_token] = reference(inputs.decode_q[has_token], inputs, starts)
+    return out
+
+
+def expected_prefill(inputs: Inputs) -> jax.Array:
+    return reference(inputs.prefill_q, inputs, inputs.query_starts)
+
+
+def reference(q: jax.Array, inputs: Inputs, query_starts: np.ndarray) -> jax.Array:
+    return attention_reference(
+        q, inputs.cache.kv, LAYER, inputs.block_tables, inputs.context_lens, query_starts, SM_SCALE
+    )
+
+
+def assert_close(out: jax.Array, expected: jax.Array) -> None:
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), expected, **TOLERANCES[out.dtype.name], strict=True
+    )
+
+
+def permuted(inputs: Inputs, order: list[int]) -> tuple[Inputs, np.ndarray]:
+    """The rows in another order, and where each token went."""
+    starts = inputs.query_starts
+    tokens = [np.arange(starts[row], starts[row + 1]) for row in order]
+    padding = np.arange(starts[-1], inputs.prefill_q.shape[0])
+    moved = np.concatenate([*tokens, padding])
+    inputs = dataclasses.replace(
+        inputs,
+        decode_q=inputs.decode_q[np.array(order)],
+        prefill_q=inputs.prefill_q[moved],
+        block_tables=inputs.block_tables[order],
+        context_lens=inputs.context_lens[order],
+        query_starts=np.array([0, *np.cumsum([len(row) for row in tokens])], np.int32),
+    )
+    return inputs, moved
+
+
+pytestmark = pytest.mark.parametrize("backend", ops.BACKENDS)
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@by_case
+def test_decode_reads_what_is_live_and_nothing_else(backend: str, case: Case, poison: str):
+    inputs = build(case, POISONS[poison])
+    out = decode(backend, inputs)
+    assert out.dtype == inputs.decode_q.dtype
+    assert_close(out, expected_decode(inputs))
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@by_case
+def test_prefill_reads_what_is_live_and_nothing_else(backend: str, case: Case, poison: str):
+    inputs = build(case, POISONS[poison])
+    out = prefill(backend, inputs)
+    assert out.dtype == inputs.prefill_q.dtype
+    assert_close(out, expected_prefill(inputs))
+
+
+@pytest.mark.parametrize("context_lens", [(0, 5, 0, 3, 0), (0, 0, 0, 0, 0)])
+def test_rows_without_tokens_are_zero(backend, context_lens):
+    inputs = build(BASE.with_lens(context_lens, (0, 4, 0, 3, 0) if any(context_lens) else (0,) * 5))
+    # As many tokens as in BASE, so that it is the same program.
+    padding = np.full((build(BASE).prefill_q.shape[0] - inputs.prefill_q.shape[0], 4, 8), np.nan)
+    prefill_q = jnp.concatenate([inputs.prefill_q, jnp.asarray(padding, jnp.float32)])
+    inputs = dataclasses.replace(inputs, prefill_q=prefill_q)
+    assert_close(decode(backend, inputs), expected_decode(inputs))
+    assert_close(prefill(backend, inputs), expected_prefill(inputs))
+    np.testing.assert_array_equal(decode(backend, inputs)[np.array(context_lens) == 0], 0.0)
+
+
+ORDERS = [[4, 3, 2, 1, 0], [1, 2, 3, 4, 0], [3, 0, 4, 2, 1]]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_order_of_rows_does_not_matter(backend, order):
+    inputs = build(BASE.with_lens((3, 4, 5, 9, 1), (3, 2, 4, 4, 1)))
+    moved_inputs, moved = permuted(inputs, order)
+    out = decode(backend, inputs)
+    assert_close(out, expected_decode(inputs))
+    np.testing.assert_array_equal(decode(backend, moved_inputs), out[np.array(order)])
+    out = prefill(backend, inputs)
+    assert_close(out, expected_prefill(inputs))
+    np.testing.assert_array_equal(prefill(backend, moved_inputs), out[moved])
+
+
+def test_dead_slots_do_not_change_a_bit(backend):
+    clean, *others = (build(BASE, poison) for poison in (0.0, 1e3, -1e30, np.nan, -np.inf))
+    for other in others:
+        np.testing.assert_array_equal(decode(backend, other), decode(backend, clean))
+        np.testing.assert_array_equal(prefill(backend, other), prefill(backend, clean))
+
+
+def test_large_logits_do_not_overflow(backend):
+    inputs = build(BASE)
+    inputs = dataclasses.replace(
+        inputs, decode_q=inputs.decode_q * 1e3, prefill_q=inputs.prefill_q * 1e3
+    )
+    assert_close(decode(backend, inputs), expected_decode(inputs))
+    assert_close(prefill(backend, inputs), expected_prefill(inputs))
+
+
+def test_chunks_that_start_inside_a_block_equal_one_pass(backend):
+    """13 tokens of the last row in one pass, then 7 and 6 (position 7 is inside block 1)."""
+    whole = build(BASE.with_lens((1, 0, 0, 0, 13), (1, 0, 0, 0, 13)))
+    queries = whole.prefill_q[1:14]
+    expected = prefill(backend, whole)[1:14]
+    parts = []
+    for first, stop in ((0, 7), (7, 13)):
+        lens = np.array([1, 0, 0, 0, stop], np.int32)
+        starts = np.array([0, 1, 1, 1, 1, 1 + stop - first], np.int32)
+        rest = jnp.full((16 - (stop - first), 4, 8), jnp.nan)
+        prefill_q = jnp.concatenate([whole.prefill_q[:1], queries[first:stop], rest])
+        part = dataclasses.replace(
+            whole, prefill_q=prefill_q, context_lens=lens, query_starts=starts
+        )
+        parts.append(prefill(backend, part)[1 : 1 + stop - first])
+    assert_close(jnp.concatenate(parts), expected)
+
+
+def test_rows_outside_the_range_are_zero_and_ranges_do_not_retrace(backend):
+    inputs = build(BASE)
+    all_rows, all_tokens = decode(backend, inputs), prefill(backend, inputs)
+    row_of_token = np.searchsorted(
+        inputs.query_starts[1:], np.arange(all_tokens.shape[0]), side="right"
+    )
+    before = TRACES.copy()
+    for first_row, num_rows in [(0, 3), (1, 4), (2, 2), (0, 0), (4, 5)]:
+        is_row = np.arange(5)[:, None, None] < num_rows
+        expected = np.where(is_row, all_rows, 0.0)
+        np.testing.assert_array_equal(decode(backend, inputs, num_rows), expected)
+        is_own = ((row_of_token >= first_row) & (row_of_token < num_rows))[:, None, None]
+        expected = np.where(is_own, all_tokens, 0.0)
+        np.testing.assert_array_equal(prefill(backend, inputs, first_row, num_rows), expected)
+    assert before == TRACES
