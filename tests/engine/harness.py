@@ -13,7 +13,13 @@ from paged_jax.shapes import ceil_div
 
 BLOCK = 4
 # One shape for every run that is not about a pool of its own size: compiled once per session.
-ROOMY = {"block_size": BLOCK, "num_blocks": 96, "max_num_seqs": 8, "max_model_len": 64}
+ROOMY = {
+    "block_size": BLOCK,
+    "num_blocks": 96,
+    "max_num_seqs": 8,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 64,
+}
 
 
 def make_engine(model, **options) -> Engine:
