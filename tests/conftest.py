@@ -12,6 +12,9 @@ install_import_hook(["paged_jax.ops", "pallas_kernels"], "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Halves compile time, which is most of the time of these tests. The README's commands, which
+# .ci/run executes, run the optimised code.
+jax.config.update("jax_disable_most_optimizations", True)
 
 DATA = Path(__file__).parent / "data"
 

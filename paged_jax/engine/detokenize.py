@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from paged_jax.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Bytes of the longest UTF-8 character: a decode that still ends in a replacement character after
-# that many further tokens is invalid text and not an unfinished character.
-_MAX_PENDING = 4
+# Tokens of the prompt that are decoded in front, because some decoders treat the first token of a
+# sequence differently; as many as the longest UTF-8 character has bytes.
+_CONTEXT = 4
 
 
 class TextStream:
@@ -25,10 +25,11 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
-        # A few tokens of context, because some decoders treat the first token differently.
-        self._ids = list(prompt_token_ids[-_MAX_PENDING - 1 :])
-        self._prefix = 0  # tokens before this one only give context
-        self._read = len(self._ids)  # tokens before this one are decoded into `_decoded`
+        self._ids = list(prompt_token_ids[-_CONTEXT:])
+        # Decoding restarts at `_prefix`, in front of `_read`; the text before `_read` is `_base`.
+        self._prefix = 0
+        self._read = len(self._ids)
+        self._base = ""
         self._decoded = ""
         self._emitted = 0
         self._is_stopped = False
@@ -55,13 +56,15 @@ class TextStream:
         return stop
 
     def _decode(self, *, is_last: bool) -> None:
-        window = self._ids[self._prefix :]
-        before = self._tokenizer.decode(window[: self._read - self._prefix])
-        after = self._tokenizer.decode(window)
-        is_pending = after.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_PENDING
-        if is_last or (not is_pending and len(after) >= len(before)):
-            self._decoded += after[len(before) :]
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        new = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
+        if is_last or not new.endswith(_REPLACEMENT):
+            self._base += new
             self._prefix, self._read = self._read, len(self._ids)
+            self._decoded = self._base
+        else:
+            # Unfinished or invalid bytes: only what comes after them can tell.
+            self._decoded = self._base + new.rstrip(_REPLACEMENT)
 
     def _advance(self) -> str | None:
         """Cuts at the leftmost stop string, or moves the certain end forward."""

@@ -138,21 +138,21 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     sums = jnp.sum(grouped, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
-    group = _first_past(ends, target, sums > 0.0)
-    before = jnp.where(group > 0, jnp.take_along_axis(ends, group[:, None] - 1, axis=1)[:, 0], 0.0)
+    group = _first_past(sums, ends, target)
+    before = jnp.take_along_axis(ends - sums, group[:, None], axis=1)[:, 0]
     inside = jnp.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
-    ends = jnp.cumsum(inside, axis=-1)
-    return group * _GROUP + _first_past(ends, target - before, inside > 0.0)
+    token = _first_past(inside, jnp.cumsum(inside, axis=-1), target - before)
+    return group * _GROUP + token
 
 
-def _first_past(ends: jax.Array, target: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """First kept index with ends > target; rounding may leave none, then the last kept index.
+def _first_past(weights: jax.Array, ends: jax.Array, target: jax.Array) -> jax.Array:
+    """i32[R], the first index of positive weight with ends > target.
 
-    A parallel cumulative sum rounds each element on its own, so it can rise by an ulp where the
-    weight is 0: a rise alone does not say that an index is kept.
+    Where rounding leaves none, the last index of positive weight: a weight of 0 is never chosen.
     """
-    index = jnp.arange(ends.shape[1])
+    size = weights.shape[1]
+    index = jnp.arange(size, dtype=jnp.int32)
+    is_kept = weights > 0.0
+    first = jnp.min(jnp.where(is_kept & (ends > target[:, None]), index, size), axis=-1)
     last = jnp.max(jnp.where(is_kept, index, 0), axis=-1)
-    past = is_kept & (ends > target[:, None])
-    first = jnp.where(jnp.any(past, axis=-1), jnp.argmax(past, axis=-1), last)
-    return first.astype(jnp.int32)
+    return jnp.minimum(first, last)

@@ -1,0 +1,117 @@
+"""What XLA makes of the step: the pool is updated in place and never copied."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.buckets import Program, choose, programs
+from paged_jax.engine.pool import resolve
+from paged_jax.sampling_params import SamplingParams
+from tests.engine.harness import make_engine, run_all
+
+
+def pool_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """Copies of the pool's or of a layer's shape in HLO text."""
+    whole = ",".join(map(str, shape))
+    layer = ",".join(map(str, shape[1:]))
+    pattern = (
+        rf"= \(?\w+\[(?:{whole}|(?:1,)?{layer})\]\S* (?:copy|copy-start|dynamic-slice|slice)\("
+    )
+    return re.findall(pattern, hlo)
+
+
+@pytest.fixture(scope="module")
+def compiled(toy):
+    """num_blocks -> (pool, compiled steps by program)."""
+    found = {}
+    for num_blocks in (96, 4 * 96):
+        engine = make_engine(toy, num_blocks=num_blocks)
+        steps = {p: engine.runner.lower(p).compile() for p in (Program(8, 8), Program(64, 8))}
+        found[num_blocks] = engine.runner.kv, steps
+    return found
+
+
+@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
+def test_the_step_aliases_the_whole_pool(compiled, program):
+    for kv, steps in compiled.values():
+        assert steps[program].memory_analysis().alias_size_in_bytes >= kv.kv.nbytes
+
+
+@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
+def test_temporaries_do_not_grow_with_the_pool(compiled, program):
+    small, large = (steps[program].memory_analysis() for _, steps in compiled.values())
+    # Freeing and auditing state is [N]-shaped, the pool is not: allow for integers per block.
+    assert large.temp_size_in_bytes - small.temp_size_in_bytes <= 4 * 4 * 3 * 96
+
+
+@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
+def test_nothing_copies_the_pool_or_a_layer_of_it(compiled, program):
+    for kv, steps in compiled.values():
+        assert pool_copies(steps[program].as_text(), kv.kv.shape) == []
+
+
+def test_the_search_for_copies_finds_a_planted_one():
+    pool = jnp.zeros((2, 97, 4, 4, 8))
+
+    def layer_by_layer(pool, layer):
+        return pool.at[layer].set(jnp.cumsum(pool[layer], axis=0)), pool
+
+    text = jax.jit(layer_by_layer, donate_argnums=0).lower(pool, jnp.int32(1)).compile().as_text()
+    assert pool_copies(text, pool.shape)
+
+
+def test_values_compile_nothing_new(toy, rng):
+    engine = make_engine(toy)
+    prompts = [rng.integers(0, 258, length).tolist() for length in (9, 3, 30, 12, 7, 1)]
+
+    def run(count: int, **params):
+        params = SamplingParams(max_tokens=6, **params)
+        run_all(engine, [(str(i), prompts[i], params) for i in range(count)])
+
+    run(2, temperature=0.0)
+    run(6, temperature=0.0)
+    step = engine.runner._step
+    size = step._cache_size()
+    run(1, temperature=0.5, top_k=5, seed=3)
+    run(6, temperature=1.0, top_p=0.5, logprobs=4)
+    run(5, temperature=0.0, stop=None, ignore_eos=True)
+    assert step._cache_size() == size
+    assert engine.stats()["compiles"] <= len(engine.runner.programs)
+
+
+def test_warm_up_runs_every_program_and_changes_nothing(toy, alone, rng):
+    engine = make_engine(toy, warmup="all", strict_compile=True)
+    assert engine.runner.compiled == set(engine.runner.programs)
+    assert np.count_nonzero(np.asarray(engine.runner.kv.kv)[:, 1:]) == 0
+    prompt, params = rng.integers(0, 258, 5).tolist(), SamplingParams(temperature=0.0)
+    assert run_all(engine, [("a", prompt, params)]).tokens("a") == alone(prompt, params)
+    engine.runner.compiled.clear()
+    with pytest.raises(RuntimeError, match="strict_compile"):
+        run_all(engine, [("a", prompt, params)])
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 8, 32, 33, 256])
+@pytest.mark.parametrize("budget", [None, 64, 300, 2048])
+def test_every_step_has_a_program_and_there_are_few(toy, max_num_seqs, budget):
+    if budget is not None and budget < max_num_seqs:
+        pytest.skip("refused by EngineConfig")
+    options = EngineConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, num_blocks=8, max_model_len=64
+    )
+    config = resolve(options, toy.cache_spec(), np.float32, None)
+    available = programs(config)
+    assert len(available) <= 8
+    assert min(program.num_rows for program in available) == 2
+    assert all(program.num_rows <= program.num_tokens for program in available)
+    for rows in range(1, max_num_seqs + 1):
+        for tokens in {rows, rows + 1, 2 * rows, config.max_num_batched_tokens}:
+            if rows <= tokens <= config.max_num_batched_tokens:
+                chosen = choose(available, tokens, rows)
+                assert chosen.num_tokens >= tokens
+                assert chosen.num_rows >= rows
+                # Programs without prefill attention serve rows of one token each only.
+                assert tokens == rows or chosen.num_tokens > chosen.num_rows
