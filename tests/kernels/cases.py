@@ -7,7 +7,6 @@ past the length of a row, every other layer, and the blocks that table entries p
 import dataclasses
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,8 +47,8 @@ class Case:
 class Inputs:
     """Arrays of a case. Queries of rows without tokens and of padding are NaN."""
 
-    decode_q: jax.Array  # [R, H, D]
-    prefill_q: jax.Array  # [T + PADDING_TOKENS, H, D]
+    decode_q: np.ndarray  # [R, H, D]
+    prefill_q: np.ndarray  # [T + PADDING_TOKENS, H, D]
     cache: KVCache
     block_tables: np.ndarray  # i32[R, M]
     context_lens: np.ndarray  # i32[R]
@@ -128,7 +127,7 @@ CASES = (
 
 def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     """Random arrays of a case; the same seed gives the same live values under any poison."""
-    rng = np.random.default_rng(seed)
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(case.dtype)
     rows, size = len(case.context_lens), case.block_size
     num_blocks = rows * case.table_width
     # Every table entry has its own block, so those past the length name poisoned ones.
@@ -146,10 +145,10 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     decode_q = rng.standard_normal((rows, *width))
     decode_q[np.array(case.context_lens) == 0] = np.nan
     return Inputs(
-        decode_q=jnp.asarray(decode_q, case.dtype),
-        prefill_q=jnp.asarray(prefill_q, case.dtype),
+        decode_q=decode_q.astype(dtype),
+        prefill_q=prefill_q.astype(dtype),
         cache=KVCache(
-            kv=jnp.asarray(kv, case.dtype),
+            kv=jnp.asarray(kv.astype(dtype)),
             layout="split",
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
