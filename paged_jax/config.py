@@ -71,10 +71,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(
-                f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]"
-            )
+        if self.strict_compile and self.warmup != "all":
+            raise ValueError("strict_compile needs warmup='all'")
+        fraction = self.gpu_memory_utilization
+        if not isinstance(fraction, (int, float)) or not 0.0 < fraction <= 1.0:
+            raise ValueError(f"gpu_memory_utilization ({fraction!r}) must be a number in (0, 1]")
         if self.warmup not in ("lazy", "all"):
             raise ValueError(f"warmup ({self.warmup!r}) must be 'lazy' or 'all'")
 

@@ -2,10 +2,13 @@
 
 import itertools
 import logging
+import numbers
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.compile_cache import use_compilation_cache
@@ -243,8 +246,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, mapping, or token ids) as a list of one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"prompts ({prompts!r}) must be a prompt or a list of prompts")
     listed = list(prompts)
-    if listed and all(hasattr(item, "__index__") for item in listed):
+    if listed and all(isinstance(item, numbers.Integral) for item in listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
 

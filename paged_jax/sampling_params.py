@@ -1,12 +1,16 @@
 """How to choose tokens and when to stop; vLLM's names, defaults and rules."""
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MAX_LOGPROBS = 20
 """Most likely tokens that can be listed per position."""
+
+MAX_TEMPERATURE = 1e6
+"""Far past uniform, and finite in float32."""
 
 # Fields that act today. Every other field must keep its default: none is ignored in silence.
 _BUILT = frozenset(
@@ -33,6 +37,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    """None and -1: the engine gives one."""
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
@@ -53,7 +58,7 @@ class SamplingParams:
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, None)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise ValueError("top_p (0.0) must be in (0, 1]")
@@ -64,9 +69,9 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1, None)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop ({text!r}) must be a non-empty string or a list of such")
+        is_listed = self.stop is None or isinstance(self.stop, Sequence)
+        if not is_listed or not all(isinstance(s, str) and s for s in self.stop_strings):
+            raise ValueError(f"stop ({self.stop!r}) must be a non-empty string or a list of such")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -84,16 +89,15 @@ class SamplingParams:
                 )
 
 
-def _check_number(name: str, value: float, least: float, most: float | None) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_number(name: str, value: float, least: float, most: float) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # The comparison also refuses NaN.
-    if not is_number or not (least <= value <= (float("inf") if most is None else most)):
-        rule = f"at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ValueError(f"{name} ({value!r}) must be a number {rule}")
+    if not is_number or not (least <= value <= most):
+        raise ValueError(f"{name} ({value!r}) must be a number in [{least:g}, {most:g}]")
 
 
 def _check_int(name: str, value: int, least: int, most: int | None, hint: str = "") -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_int or value < least or (most is not None and value > most):
         rule = f"at least {least}" if most is None else f"in [{least}, {most}]"
         raise ValueError(f"{name} ({value!r}) must be an integer {rule}{hint}")

@@ -51,8 +51,14 @@ def _converse(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams
         if not message.strip():
             return 0
         asked = [*messages, {"role": "user", "content": message}]
-        answer = _answer(llm, asked, params)
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        try:
+            answer = _answer(llm, asked, params)
+        except ValueError as error:  # such as a conversation that outgrew the context
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\n(interrupted)", file=sys.stderr)
+        else:
+            messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) -> str:

@@ -18,7 +18,7 @@ def use_compilation_cache(cache_dir: Path) -> None:
     The directory is named by jaxlib's version and the processor's features, because XLA:CPU
     programs use the instructions of the machine they were compiled on.
     """
-    if jax.config.read("jax_compilation_cache_dir") is not None:
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
     name = f"jaxlib-{version('jaxlib')}-{platform.machine()}-{_cpu_features()}"
     path = cache_dir / "xla" / name

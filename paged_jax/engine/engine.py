@@ -1,8 +1,9 @@
 """Requests in, tokens out: joins scheduler, ledger and runner, one dispatch per `step`."""
 
+import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         request.order = self._num_added
         self._num_added += 1
-        if request.params.seed is None:
+        if request.params.seed in (None, -1):
             request.seed = self._seeds.getrandbits(64)
         self._requests[request.request_id] = request
         self.state.waiting.append(request)
@@ -121,11 +122,10 @@ class Engine:
 
         An error in the dispatch ends every request and leaves an empty, usable engine.
         """
-        outputs: list[RequestOutput] = []
-        try:
+        with self._empty_on_error():
             plan = schedule(self.state, self.config)
             self._num_preemptions += len(plan.preempted)
-            outputs += [self._finish(self._requests[name], "length") for name in plan.capped]
+            outputs = [self._finish(self._requests[name], "length") for name in plan.capped]
             now = time.monotonic()
             for segment in plan.segments:
                 request = self._requests[segment.request_id]
@@ -134,12 +134,7 @@ class Engine:
             result = self._dispatch(plan)
             if result is not None:
                 outputs += self._commit(plan, result)
-            if not self._requests and self.state.released:
-                # Nobody is left to make a plan for: give the last blocks back now.
-                self._dispatch(schedule(self.state, self.config))
-        except BaseException:
-            self.reset()
-            raise
+            self._free_when_idle()
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -147,12 +142,26 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if request.row is None:
-            self.state.waiting.remove(request)
-        output = self._finish(request, "abort")
+        with self._empty_on_error():
+            if request.row is None:
+                self.state.waiting.remove(request)
+            output = self._finish(request, "abort")
+            self._free_when_idle()
+        return output
+
+    @contextlib.contextmanager
+    def _empty_on_error(self) -> Iterator[None]:
+        """An error in a dispatch takes the donated pool with it: start over without requests."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
+    def _free_when_idle(self) -> None:
+        """Gives the last blocks back when nobody is left to make a plan for."""
         if not self._requests and self.state.released:
             self._dispatch(schedule(self.state, self.config))
-        return output
 
     def reset(self) -> None:
         """Drops every request and starts over with an empty pool."""

@@ -157,7 +157,7 @@ def _set_row(rows: RowState, i: int, request: Request) -> None:
     """Fills entry i of numpy row fields from a request."""
     params = request.params
     rows.temperature[i] = params.temperature  # type: ignore[index]
-    rows.top_k[i] = max(0, params.top_k)  # type: ignore[index]
+    rows.top_k[i] = min(max(0, params.top_k), 2**31 - 1)  # type: ignore[index]
     rows.top_p[i] = params.top_p  # type: ignore[index]
     words = (request.seed % 2**32, request.seed // 2**32 % 2**32, 0)
     rows.seeds[i] = words  # type: ignore[index]

@@ -1,5 +1,6 @@
 """What a request must satisfy to be taken in."""
 
+import numbers
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,14 +79,16 @@ def _parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | No
         if unknown:
             raise ValueError(f"prompt has unknown key {unknown[0]!r}")
         text = prompt.get("prompt")
-        prompt = prompt.get("prompt_token_ids", text if text is not None else "")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt ({text!r}) must be text")
+        prompt = prompt.get("prompt_token_ids", text)
     if isinstance(prompt, str):
-        text = prompt
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: give prompt_token_ids, not text")
-        return text, tokenizer.encode(prompt)
-    ids = list(prompt)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+        return prompt, tokenizer.encode(prompt)
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise ValueError(f"prompt ({prompt!r}) must be text or a list of token ids")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise ValueError(f"prompt token id {token!r} must be an integer")
-    return text, [int(token) for token in ids]
+    return text, [int(token) for token in prompt]

@@ -1,0 +1,64 @@
+"""The real embedded model against tokens and logprobs that transformers computed in float32."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paged_jax import LLM, SamplingParams
+
+ROWS = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text())["rows"]
+LONGEST = max(len(row["prompt_token_ids"]) + len(row["token_ids"]) for row in ROWS)
+
+
+def small_pool(block_size: int) -> int:
+    """Blocks for the longest row and a little more: a batch of all rows must preempt."""
+    return -(-LONGEST * 5 // 4 // block_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [16, 2, 1])
+def test_greedy_tokens_and_logprobs_equal_the_reference(smollm2_path, block_size):
+    """One by one and all in one batch, in a pool so small that the batch preempts."""
+    llm = LLM(
+        smollm2_path,
+        dtype="float32",
+        block_size=block_size,
+        num_blocks=small_pool(block_size),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=LONGEST + 1,
+        debug=True,
+    )
+    prompts = [{"prompt_token_ids": row["prompt_token_ids"]} for row in ROWS]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=len(row["token_ids"]), logprobs=1)
+        for row in ROWS
+    ]
+    single = [llm.generate(*pair, use_tqdm=False)[0] for pair in zip(prompts, params, strict=True)]
+    assert llm.stats()["num_preemptions"] == 0
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.stats()["num_preemptions"] > 0
+    assert llm.stats()["num_used"] == 0
+    for outputs in (single, together):
+        for output, row in zip(outputs, ROWS, strict=True):
+            completion = output.outputs[0]
+            assert completion.token_ids == row["token_ids"]
+            assert completion.logprobs is not None
+            pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+            logprobs = [entry[token].logprob for entry, token in pairs]
+            np.testing.assert_allclose(logprobs, row["logprobs"], atol=2e-3, rtol=0)
+            assert completion.text == row["text"]
+
+
+@pytest.mark.slow
+def test_prompts_render_and_encode_as_the_reference(smollm2_path):
+    from paged_jax.models.gguf import open_gguf
+
+    tokenizer = open_gguf(smollm2_path).tokenizer()
+    assert tokenizer is not None
+    for row in ROWS:
+        if row["kind"] == "chat":
+            message = {"role": "user", "content": row["prompt"]}
+            assert tokenizer.apply_chat_template([message]) == row["rendered"]
