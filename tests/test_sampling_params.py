@@ -98,8 +98,7 @@ def test_a_field_that_does_not_act_may_keep_its_default(name):
 def test_a_wrong_value_is_refused_with_the_field_and_the_value(name, value):
     with pytest.raises(ValueError, match=rf"^{name} ") as caught:
         SamplingParams(**{name: value})
-    shown = value[-1] if isinstance(value, list) and value[-1] in ("", 1) else value
-    assert f"({shown!r})" in str(caught.value)
+    assert f"({value!r})" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

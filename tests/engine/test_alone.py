@@ -223,3 +223,35 @@ def test_an_aborted_request_gives_its_blocks_back(toy, alone, rng):
     engine.add_request("running", prompts["running"], greedy(2))  # an id is free after the end
     engine.abort("running")
     assert_idle(engine)
+
+
+def test_a_failure_while_aborting_leaves_an_empty_engine(toy, alone, rng, monkeypatch):
+    engine = make_engine(toy)
+    prompt = prompt_of(rng, 3)
+    engine.add_request("a", prompt, greedy(8))
+    engine.step()
+
+    def interrupted(plan, requests):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort("a")
+    assert_idle(engine)
+    run = run_all(engine, [("b", prompt, greedy(8))])
+    assert run.tokens("b") == alone(prompt, greedy(8))
+    assert_idle(engine)
+
+
+def test_extreme_but_legal_fields_hurt_nobody(toy, alone, rng):
+    engine = make_engine(toy)
+    prompts = [prompt_of(rng, 4) for _ in range(3)]
+    hot = SamplingParams(temperature=1e6, top_k=2**40, top_p=1e-9, seed=2**64 - 1, max_tokens=4)
+    cold = SamplingParams(temperature=1e-30, top_k=np.int64(1), seed=-(2**63), max_tokens=4)
+    run = run_all(
+        engine, [("hot", prompts[0], hot), ("cold", prompts[1], cold), ("plain", prompts[2], greedy(4))]
+    )
+    assert run.tokens("cold") == alone(prompts[1], greedy(4))
+    assert run.tokens("plain") == alone(prompts[2], greedy(4))
+    assert run.tokens("hot") == alone(prompts[0], hot)

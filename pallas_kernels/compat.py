@@ -1,0 +1,31 @@
+"""The only file that knows how JAX versions differ, from 0.10.2 to 0.12."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
+
+TRITON_CUSTOM_CALL: str = getattr(plt, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+"""Target of a Triton kernel's custom call; the constant exists from 0.11 on."""
+
+
+def reciprocal(x: jax.Array, *, approx: bool = False) -> jax.Array:
+    """1 / x inside a TPU kernel; moved from `pl` to `pltpu` in 0.11.2, where `pl`'s warns."""
+    home = pltpu if hasattr(pltpu, "reciprocal") else pl
+    return home.reciprocal(x, approx=approx)
+
+
+def tpu_interpret_params() -> Any:
+    """TPU interpret mode that makes wrong reads visible.
+
+    Races are looked for, memory that was not written holds NaN, and reads out of bounds raise.
+    From 0.12 on a race raises; before, it is left in the interpreter's record of races.
+    """
+    known = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+    strict: dict[str, Any] = {"on_race": "raise"} if "on_race" in known else {}
+    return pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", **strict
+    )
