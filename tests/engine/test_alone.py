@@ -250,7 +250,8 @@ def test_extreme_but_legal_fields_hurt_nobody(toy, alone, rng):
     hot = SamplingParams(temperature=1e6, top_k=2**40, top_p=1e-9, seed=2**64 - 1, max_tokens=4)
     cold = SamplingParams(temperature=1e-30, top_k=np.int64(1), seed=-(2**63), max_tokens=4)
     run = run_all(
-        engine, [("hot", prompts[0], hot), ("cold", prompts[1], cold), ("plain", prompts[2], greedy(4))]
+        engine,
+        [("hot", prompts[0], hot), ("cold", prompts[1], cold), ("plain", prompts[2], greedy(4))],
     )
     assert run.tokens("cold") == alone(prompts[1], greedy(4))
     assert run.tokens("plain") == alone(prompts[2], greedy(4))

@@ -1,0 +1,78 @@
+"""How options are settled: pool size from blocks, bytes or memory, and what is refused."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from paged_jax import core
+from paged_jax.config import EngineConfig
+from paged_jax.core import CacheSpec
+from paged_jax.engine import pool
+
+SPEC = CacheSpec(num_layers=2, num_kv_heads=2, head_dim=8)
+BLOCK_BYTES = 2 * 4 * 16 * 8 * 4  # layers, rows, positions, features, bytes
+
+
+def resolve(max_position=None, **options):
+    return pool.resolve(EngineConfig(**options), SPEC, np.float32, max_position)
+
+
+def test_the_number_of_blocks_is_taken_as_given():
+    assert resolve(num_blocks=7, kv_cache_memory_bytes=10**9).num_blocks == 7
+
+
+def test_bytes_hold_the_pool_and_its_null_block():
+    for count in (2, 3, 50):
+        config = resolve(kv_cache_memory_bytes=count * BLOCK_BYTES + 5)
+        assert config.num_blocks == count - 1
+        cache = core.create_kv_cache(SPEC, config.num_blocks, config.block_size, np.float32)
+        assert cache.kv.nbytes == count * BLOCK_BYTES
+
+
+def test_no_more_blocks_than_can_be_used():
+    config = resolve(kv_cache_memory_bytes=2**40, max_num_seqs=3, max_model_len=100)
+    assert config.num_blocks == 3 * 7
+    assert config.max_blocks_per_seq == 7
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(100 * BLOCK_BYTES, 50 * BLOCK_BYTES), (2**40, 4 * 2**30)],
+)
+def test_a_cpu_pool_takes_half_of_free_memory_up_to_4_gib(monkeypatch, free, expected):
+    monkeypatch.setattr(pool, "_free_host_bytes", lambda: free)
+    config = resolve(max_num_seqs=4096, max_num_batched_tokens=4096, max_model_len=2**20)
+    assert config.num_blocks == expected // BLOCK_BYTES - 1
+
+
+def test_free_memory_is_read_from_this_machine():
+    assert 2**24 < pool._free_host_bytes() < 2**50
+
+
+def test_memory_for_less_than_a_block_is_refused_with_the_arithmetic():
+    with pytest.raises(ValueError, match=rf"{BLOCK_BYTES + 1} bytes.*two blocks of {BLOCK_BYTES}"):
+        resolve(kv_cache_memory_bytes=BLOCK_BYTES + 1)
+
+
+def test_the_context_defaults_to_the_models_up_to_2048():
+    assert resolve(max_position=None).max_model_len == 2048
+    assert resolve(max_position=512).max_model_len == 512
+    assert resolve(max_position=8192).max_model_len == 2048
+    assert resolve(max_position=8192, max_model_len=8192).max_model_len == 8192
+    with pytest.raises(ValueError, match=r"max_model_len \(513\) exceeds the model's positions"):
+        resolve(max_position=512, max_model_len=513)
+
+
+def test_a_pool_below_the_context_warns_with_the_longest_that_fits(caplog):
+    with caplog.at_level(logging.INFO, "paged_jax"):
+        resolve(num_blocks=10, max_model_len=320)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("the longest that fits is 160 tokens" in message for message in messages)
+    assert "Maximum concurrency for 320 tokens per request: 0.50x" in messages
+
+
+def test_a_cpu_takes_fewer_tokens_per_dispatch_by_default():
+    assert resolve(num_blocks=4).max_num_batched_tokens == 512
+    assert resolve(num_blocks=4, max_num_seqs=600).max_num_batched_tokens == 600
+    assert resolve(num_blocks=4, max_num_batched_tokens=2048).max_num_batched_tokens == 2048
