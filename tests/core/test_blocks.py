@@ -472,6 +472,8 @@ def test_needed_counts_growth_and_copies():
     assert needed(state, per_row([3, 1, 0, 4, 5])).tolist() == [1, 1, 0, 1, 2]
     assert needed(state, per_row([3, 0, 0, 4, 5])).tolist() == [2, 0, 0, 1, 2]
     assert needed(state, per_row([0, 0, 0, 0, 0])).tolist() == [0, 0, 0, 0, 0]
+    # A row that cannot fit needs more than its table holds; the sum does not overflow.
+    assert needed(fresh(), per_row([2**31 - 1])).tolist() == [M + 1, 0, 0, 0, 0]
 
 
 def test_fit_passes_over_a_row_and_tries_the_next():
