@@ -74,8 +74,6 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
     assert chi_square < dof + 4 * np.sqrt(2 * dof) + 4
 
 
-# Filters
-
 FILTERS = [
     (temperature, top_k, top_p)
     for temperature in (0.5, 1.0, 2.0)
@@ -180,9 +178,6 @@ def test_rounding_of_the_cumulative_sum_draws_no_rejected_token(rng):
         assert weights.reshape(rows, -1)[np.arange(rows), drawn].all()
 
 
-# Greedy
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-10, 1e-6, 1e-4, 0.01])
 def test_tiny_temperatures_are_the_argmax(temperature, rng):
     logits = rng.uniform(-50, 50, (R, V)).astype(jnp.bfloat16).astype(np.float32)
@@ -225,9 +220,6 @@ def test_greedy_and_random_rows_do_not_disturb_each_other(rng):
     np.testing.assert_array_equal(sample(banned, temperature=0.0), banned.argmax(axis=1))
 
 
-# What a draw depends on
-
-
 def test_draw_depends_on_neither_row_nor_batch(rng):
     logits = rng.standard_normal((R, V)).astype(np.float32)
     seed, positions = rng.integers(0, 2**63, R), rng.integers(0, 2000, R)
@@ -256,9 +248,6 @@ def test_every_word_of_the_key_changes_the_draw():
         assert (sample(flat, **options) == tokens).sum() < 10, options
     # Positions and words are told apart, not added up.
     assert len(set(sample(flat, seed=seed, positions=3))) == 1
-
-
-# Log-probabilities
 
 
 def test_top_logprobs_are_those_of_log_softmax(rng):
