@@ -1,8 +1,7 @@
 """Paged attention in plain XLA, for any device: the CPU path and the fallback of the others.
 
 Online softmax over chunks of blocks in float32. Trip counts are data: a row costs its own length
-and a padding row nothing. Key rows and value rows are gathered separately by (head, block), so
-that no transpose or strided slice stands between the pool and the matrix products.
+and a padding row nothing.
 """
 
 import jax
@@ -123,17 +122,19 @@ def _read_chunk(
     cache: KVCache, layer: jax.Array | int, table: jax.Array, index: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values [K, chunk, D] in float32 and positions [chunk] of one chunk of a row."""
-    blocks = chunk // cache.block_size
+    layers, num_blocks, pool_rows, size, width = cache.kv.shape
+    kv_heads, blocks = cache.num_kv_heads, chunk // size
     ids = jax.lax.dynamic_slice_in_dim(table, index * blocks, blocks)
-    head = jnp.arange(cache.num_kv_heads)[:, None]
-
-    def rows(first: int) -> jax.Array:
-        # [K, blocks, P, C]; indices that are all arrays keep the gathered axes in front.
-        gathered = cache.kv.at[layer, ids[None, :], 2 * head + first].get(mode="promise_in_bounds")
-        gathered = gathered[..., : cache.head_dim]
-        return gathered.reshape(cache.num_kv_heads, chunk, -1).astype(jnp.float32)
-
-    return rows(0), rows(1), index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    # One index per [P, C] row of a flat view: XLA:CPU gathers that four times faster than by
+    # (layer, block, head). Keys of all heads come first, then values, so that no transpose or
+    # strided slice follows.
+    flat = cache.kv.reshape(layers * num_blocks * pool_rows, size * width)
+    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(kv_heads, 2).T.reshape(-1, 1)
+    rows = (layer * num_blocks + ids)[None, :] * pool_rows + pair_rows
+    gathered = flat.at[rows.reshape(-1)].get(mode="promise_in_bounds")
+    gathered = gathered.reshape(2, kv_heads, chunk, width)[..., : cache.head_dim]
+    keys, values = gathered.astype(jnp.float32)
+    return keys, values, index * chunk + jnp.arange(chunk)
 
 
 def _empty(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
