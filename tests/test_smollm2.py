@@ -26,7 +26,7 @@ def test_greedy_tokens_and_logprobs_equal_the_reference(smollm2_path, block_size
         dtype="float32",
         block_size=block_size,
         num_blocks=small_pool(block_size),
-        max_num_seqs=8,
+        max_num_seqs=len(ROWS),
         max_num_batched_tokens=64,
         max_model_len=LONGEST + 1,
         debug=True,

@@ -37,10 +37,10 @@ def _environment() -> dict[str, Any]:
     import flax
     import jax
 
-    import paged_jax
+    from paged_jax import __version__
 
     return {
-        "paged-jax": paged_jax.__version__,
+        "paged-jax": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),

@@ -16,6 +16,9 @@ class Program(NamedTuple):
 
 # The smallest is 2: XLA:CPU computes rows of a matrix product bit-equal for every batch size but 1.
 _DECODE_ROWS = (2, 8, 32)
+_ONE_PROGRAM_ROWS = 8
+"""Up to so many rows one decode program serves all: a second takes longer to compile than the few
+milliseconds of padding that it saves are worth."""
 _PREFILL_TOKENS = (64, 256)
 _FEW_ROWS = 32
 
@@ -28,7 +31,9 @@ def programs(config: ResolvedConfig) -> tuple[Program, ...]:
     """
     most_rows = max(2, config.max_num_seqs)
     most_tokens = max(most_rows + 1, config.max_num_batched_tokens)
-    decode = {size for size in _DECODE_ROWS if size < most_rows} | {most_rows}
+    decode = {most_rows}
+    if most_rows > _ONE_PROGRAM_ROWS:
+        decode |= {size for size in _DECODE_ROWS if size < most_rows}
     prefill = {size for size in _PREFILL_TOKENS if size < most_tokens} | {most_tokens}
     found = [Program(rows, rows) for rows in decode]
     for tokens in prefill:

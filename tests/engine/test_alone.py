@@ -24,16 +24,14 @@ def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
     return rng.integers(0, 258, length).tolist()
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, count):
-    """Rows padded to a bucket, all blocks live, the lowest and the highest included."""
-    blocks = 2 * count  # 5 prompt tokens and at most 4 decode steps each: all blocks in use
-    engine = make_engine(toy, num_blocks=blocks)
+@pytest.mark.parametrize("lengths", [(13, 9, 9), (5, 5, 5, 5, 5)])
+def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, lengths):
+    """Rows padded to a bucket, all 10 blocks live, the lowest and the highest included."""
+    engine = make_engine(toy, num_blocks=10)
     watch = PoolWatch(engine)
-    prompts = [prompt_of(rng, 5) for _ in range(count)]
-    requests = [(str(i), prompt, greedy(4)) for i, prompt in enumerate(prompts)]
+    requests = [(str(i), prompt_of(rng, length), greedy(4)) for i, length in enumerate(lengths)]
     run = run_all(engine, requests)
-    assert watch.blocks_used == set(range(1, blocks + 1))
+    assert watch.blocks_used == set(range(1, 11))
     assert watch.num_checked > 3
     for name, prompt, params in requests:
         assert run.tokens(name) == alone(prompt, params)
@@ -52,38 +50,42 @@ def test_block_boundaries_take_exactly_the_blocks_needed(toy, alone, rng):
         assert_idle(engine)
 
 
-def test_context_need_not_be_a_multiple_of_the_block(toy, rng):
-    engine = make_engine(toy, max_model_len=10, num_blocks=24, max_num_seqs=2)
-    run = run_all(engine, [("a", prompt_of(rng, 7), greedy(50))], after_step=assert_tables_tight)
+@pytest.fixture(scope="module")
+def short(toy):
+    """A context of 10 tokens, which is no multiple of the block size 4."""
+    return make_engine(toy, max_model_len=10)
+
+
+def test_context_need_not_be_a_multiple_of_the_block(short, rng):
+    run = run_all(short, [("a", prompt_of(rng, 7), greedy(50))], after_step=assert_tables_tight)
     assert len(run.tokens("a")) == 3
     assert run.reason("a") == "length"
 
 
 @pytest.mark.parametrize("max_tokens", [1, None])
-def test_prompts_around_the_context_length_end_or_are_refused(toy, alone, rng, max_tokens):
-    engine = make_engine(toy, max_model_len=16)
+def test_prompts_around_the_context_length_end_or_are_refused(short, alone, rng, max_tokens):
     params = greedy(max_tokens)
-    run = run_all(engine, [("fits", prompt_of(rng, 15), params)])
+    run = run_all(short, [("fits", prompt_of(rng, 9), params)])
     assert len(run.tokens("fits")) == 1
     assert run.reason("fits") == "length"
-    for length in (16, 17):
-        with pytest.raises(ValueError, match=r"must be shorter than max_model_len \(16\)"):
-            engine.add_request("long", prompt_of(rng, length), params)
+    for length in (10, 11):
+        with pytest.raises(ValueError, match=r"must be shorter than max_model_len \(10\)"):
+            short.add_request("long", prompt_of(rng, length), params)
         behind = prompt_of(rng, 4)
-        run = run_all(engine, [("behind", behind, greedy(3))])
+        run = run_all(short, [("behind", behind, greedy(3))])
         assert run.tokens("behind") == alone(behind, greedy(3))
-    assert_idle(engine)
+    assert_idle(short)
 
 
 @pytest.fixture(scope="module")
 def small(toy):
-    """A pool of 4 blocks, 16 slots."""
-    return make_engine(toy, num_blocks=4)
+    """A pool of 6 blocks, 24 slots."""
+    return make_engine(toy, num_blocks=6)
 
 
 def test_a_prompt_that_can_never_fit_the_pool_is_refused(small, alone, rng):
-    with pytest.raises(ValueError, match="needs 5 KV blocks of 4 and the pool has 4"):
-        small.add_request("never", prompt_of(rng, 20), greedy(4))
+    with pytest.raises(ValueError, match="needs 7 KV blocks of 4 and the pool has 6"):
+        small.add_request("never", prompt_of(rng, 28), greedy(4))
     short = prompt_of(rng, 4)
     run = run_all(small, [("short", short, greedy(4))])
     assert run.tokens("short") == alone(short, greedy(4))
@@ -91,40 +93,41 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused(small, alone, rng):
 
 
 def test_a_request_alone_in_the_pool_that_cannot_grow_ends_with_length(small, alone, rng):
-    prompt, short = prompt_of(rng, 12), prompt_of(rng, 4)
+    prompt, short = prompt_of(rng, 20), prompt_of(rng, 4)
     run = run_all(small, [("grows", prompt, greedy(20)), ("short", short, greedy(3))])
-    # 16 slots hold the KV of 12 prompt and 4 output tokens; one more was sampled from them.
+    # 24 slots hold the KV of 20 prompt and 4 output tokens; one more was sampled from them.
     assert run.reason("grows") == "length"
     assert run.tokens("grows") == alone(prompt, greedy(20))[:5]
-    assert run.finished["grows"].num_blocks == 4
+    assert run.finished["grows"].num_blocks == 6
     assert run.tokens("short") == alone(short, greedy(3))
     assert_idle(small)
 
 
 def test_a_preempted_request_that_filled_the_pool_ends_with_length(small, alone, rng):
-    # Both grow until the later one is preempted with more tokens than may ever be admitted again.
+    # Both grow until the later one is preempted; each then fills the pool by itself.
     first, second = prompt_of(rng, 3), prompt_of(rng, 3)
     run = run_all(small, [("first", first, greedy(40)), ("second", second, greedy(40))])
     for name, prompt in (("first", first), ("second", second)):
         assert run.reason(name) == "length"
-        assert run.tokens(name) == alone(prompt, greedy(40))[: len(run.tokens(name))]
-        assert len(run.tokens(name)) == 14
+        assert run.tokens(name) == alone(prompt, greedy(40))[:22]
+    assert run.finished["second"].metrics.num_preemptions > 0
     assert_idle(small)
 
 
-def test_preempted_requests_are_computed_again_and_lose_nothing(toy, alone, rng):
-    engine = make_engine(toy, num_blocks=6)
+def test_preempted_requests_are_computed_again_and_lose_nothing(small, alone, rng):
+    engine, before = small, small.stats()
     prompts = [prompt_of(rng, 8) for _ in range(3)]
     requests = [(str(i), prompt, greedy(12)) for i, prompt in enumerate(prompts)]
     run = run_all(engine, requests, after_step=assert_tables_tight)
     for name, prompt, params in requests:
         assert run.tokens(name) == alone(prompt, params)
         assert len(run.tokens(name)) == 12
-    assert engine.stats()["num_preemptions"] > 0
     # The first to arrive is never the victim.
     assert run.finished["0"].metrics.num_preemptions == 0
-    assert engine.stats()["prompt_tokens"] == 24
-    assert engine.stats()["generation_tokens"] == 36
+    after = engine.stats()
+    assert after["num_preemptions"] > before["num_preemptions"]
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 24
+    assert after["generation_tokens"] - before["generation_tokens"] == 36
     assert_idle(engine)
 
 

@@ -26,32 +26,28 @@ def pool_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiled(toy):
-    """num_blocks -> (pool, compiled steps by program)."""
-    found = {}
+    """Pools of N and 4N blocks, each with its compiled step of decode and prefill rows."""
+    found = []
     for num_blocks in (96, 4 * 96):
         engine = make_engine(toy, num_blocks=num_blocks)
-        steps = {p: engine.runner.lower(p).compile() for p in (Program(8, 8), Program(64, 8))}
-        found[num_blocks] = engine.runner.kv, steps
+        found.append((engine.runner.kv.kv, engine.runner.lower(Program(64, 8)).compile()))
     return found
 
 
-@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
-def test_the_step_aliases_the_whole_pool(compiled, program):
-    for kv, steps in compiled.values():
-        assert steps[program].memory_analysis().alias_size_in_bytes >= kv.kv.nbytes
+def test_the_step_aliases_the_whole_pool(compiled):
+    for pool, step in compiled:
+        assert step.memory_analysis().alias_size_in_bytes >= pool.nbytes
 
 
-@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
-def test_temporaries_do_not_grow_with_the_pool(compiled, program):
-    small, large = (steps[program].memory_analysis() for _, steps in compiled.values())
-    # Freeing and auditing state is [N]-shaped, the pool is not: allow for integers per block.
-    assert large.temp_size_in_bytes - small.temp_size_in_bytes <= 4 * 4 * 3 * 96
+def test_temporaries_do_not_grow_with_the_pool(compiled):
+    small, large = (step.memory_analysis().temp_size_in_bytes for _, step in compiled)
+    # Stack and counts of the block state are [N] integers; the pool is 8 times as large a block.
+    assert large - small <= 3 * 4 * (4 * 96 - 96)
 
 
-@pytest.mark.parametrize("program", [Program(8, 8), Program(64, 8)])
-def test_nothing_copies_the_pool_or_a_layer_of_it(compiled, program):
-    for kv, steps in compiled.values():
-        assert pool_copies(steps[program].as_text(), kv.kv.shape) == []
+def test_nothing_copies_the_pool_or_a_layer_of_it(compiled):
+    for pool, step in compiled:
+        assert pool_copies(step.as_text(), pool.shape) == []
 
 
 def test_the_search_for_copies_finds_a_planted_one():
@@ -110,7 +106,7 @@ def test_every_step_has_a_program_and_there_are_few(toy, max_num_seqs, budget):
     config = resolve(options, toy.cache_spec(), np.float32, None)
     available = programs(config)
     assert len(available) <= 8
-    assert min(program.num_rows for program in available) == 2
+    assert min(program.num_rows for program in available) >= 2
     assert all(program.num_rows <= program.num_tokens for program in available)
     for rows in range(1, max_num_seqs + 1):
         for tokens in {rows, rows + 1, 2 * rows, config.max_num_batched_tokens}:
