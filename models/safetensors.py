@@ -28,7 +28,7 @@ class SafetensorsCheckpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
-                # The "flax" flavour knows bfloat16, which numpy's does not.
+                # Its numpy flavour reads bfloat16 as ml_dtypes' type, which jax has registered.
                 handle = safe_open(str(file), framework="numpy")
                 for name in handle.keys():  # noqa: SIM118 - not a mapping
                     self._open[name] = handle
@@ -63,7 +63,10 @@ def open_directory(path: Path) -> SafetensorsCheckpoint:
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"cannot read {index}: weight_map must be an object")
+        names = sorted(set(weight_map.values()))
         files = [path / name for name in names]
         for file in files:
             if not file.is_file():

@@ -53,6 +53,11 @@ class EngineConfig:
             given = getattr(self, name)
             if given != value:
                 raise NotImplementedError(f"{name}={given!r} is not built yet; use {value!r}")
+        for name in ("strict_compile", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be True or False")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed ({self.seed!r}) must be an integer")
         _check_positive("max_num_seqs", self.max_num_seqs)
         for name in (
             "max_model_len",

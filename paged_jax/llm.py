@@ -50,7 +50,6 @@ class LLM:
           contradict each other; NotImplementedError for an option value that is not built yet.
         """
         config = EngineConfig.from_options(options)
-        use_compilation_cache(cache_dir())
         eos_token_ids: Sequence[int] = ()
         max_position = None
         own_tokenizer = None
@@ -65,6 +64,8 @@ class LLM:
             max_position = module.spec.max_position_embeddings
             _logger.info("loaded in %.1f s", time.monotonic() - start)
         else:
+            if isinstance(model, type):
+                raise ValueError(f"model must be an instance, not the class {model.__name__}")
             for method in ("logits", "cache_spec"):
                 if not callable(getattr(model, method, None)):
                     raise ValueError(f"model {type(model).__name__} must have a method {method}")
@@ -75,10 +76,15 @@ class LLM:
             own_tokenizer = load_tokenizer(Path(tokenizer))
             if own_tokenizer is None:
                 raise ValueError(f"tokenizer {tokenizer} has no tokenizer.json")
-        elif tokenizer is not None:
+        elif isinstance(tokenizer, Tokenizer):
             own_tokenizer = tokenizer
+        elif tokenizer is not None:
+            raise ValueError(f"tokenizer ({tokenizer!r}) must be a path or a Tokenizer")
         if not eos_token_ids and own_tokenizer is not None:
             eos_token_ids = own_tokenizer.eos_token_ids
+        # JAX's cache of compiled programs is one setting of the process: it is set where the user
+        # has not, and not before the arguments are known to be good.
+        use_compilation_cache(cache_dir())
         self._engine: Engine | None = Engine(
             module,
             config,
@@ -127,7 +133,8 @@ class LLM:
                     f"sampling_params ({len(params)}) must be as many as prompts ({len(listed)})"
                 )
         else:
-            params = [sampling_params or SamplingParams()] * len(listed)
+            params = [SamplingParams() if sampling_params is None else sampling_params]
+            params *= len(listed)
         names = [str(next(self._ids)) for _ in listed]
         self.engine.add_requests(list(zip(names, listed, params, strict=True)))
         finished: dict[str, RequestOutput] = {}
@@ -158,6 +165,8 @@ class LLM:
           use_tqdm: Show a progress bar with tokens/s on stderr.
         Raises: ValueError when the model has no tokenizer or no chat template.
         """
+        if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages ({messages!r}) must be a list")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else list(messages)
         prompts = [self.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
@@ -173,7 +182,8 @@ class LLM:
         are in the next output.
         """
         name = str(next(self._ids))
-        self.engine.add_request(name, prompt, sampling_params or SamplingParams())
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self.engine.add_request(name, prompt, params)
         outputs = self._outputs(name)
         next(outputs)  # into its `try`, so that closing it before its first output aborts too
         return outputs  # type: ignore[return-value]
@@ -217,7 +227,9 @@ class LLM:
         outputs, self._aborted = self._aborted, []
         if not outputs:
             if not self.engine.has_unfinished():
-                raise RuntimeError("the request is gone: the engine was reset by a failed call")
+                raise RuntimeError(
+                    "the request is gone: a failed call reset the engine, or another step took it"
+                )
             outputs = self.engine.step()
         for output in outputs:
             if output.request_id in self._unread:
@@ -246,7 +258,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, mapping, or token ids) as a list of one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts ({prompts!r}) must be a prompt or a list of prompts")
     listed = list(prompts)
     if listed and all(isinstance(item, numbers.Integral) for item in listed):
@@ -259,5 +271,8 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if not all(isinstance(token, int) for token in ids):
+                raise ValueError(f"config eos_token_id ({value!r}) must be an id or a list of ids")
+            return ids
     return tokenizer.eos_token_ids if tokenizer else ()

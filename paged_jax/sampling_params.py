@@ -83,7 +83,10 @@ class SamplingParams:
     def check_supported(self) -> None:
         """Raises NotImplementedError for a field that is set and does not act yet."""
         for field in dataclasses.fields(self):
-            if field.name not in _BUILT and getattr(self, field.name) != field.default:
+            given, default = getattr(self, field.name), field.default
+            # Only numbers and flags are compared: an array would compare to an array.
+            is_default = given is default or (default is not None and given == default)
+            if field.name not in _BUILT and not is_default:
                 raise NotImplementedError(
                     f"SamplingParams.{field.name} is not built yet; leave it at {field.default!r}"
                 )

@@ -14,7 +14,7 @@ TRITON_CUSTOM_CALL: str = getattr(plt, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu
 
 def reciprocal(x: jax.Array, *, approx: bool = False) -> jax.Array:
     """1 / x inside a TPU kernel; moved from `pl` to `pltpu` in 0.11.2, where `pl`'s warns."""
-    home = pltpu if hasattr(pltpu, "reciprocal") else pl
+    home: Any = pltpu if hasattr(pltpu, "reciprocal") else pl
     return home.reciprocal(x, approx=approx)
 
 

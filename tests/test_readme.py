@@ -37,8 +37,9 @@ def test_there_are_two_commands_of_one_line():
 
 def test_continuous_integration_runs_the_test_command():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    command = code_blocks("sh")[1].strip()
-    assert command in script or "README.md" in script
+    # It takes the n-th block out of the page and runs it.
+    assert 'bash -euo pipefail -c "$(readme_command 2)"' in script
+    assert re.search(r"readme_command\(\) \{\n.*README\.md\n\}", script)
 
 
 def test_a_tree_is_read_by_its_indentation():

@@ -54,11 +54,11 @@ def _model(name: str) -> dict[str, Any]:
 
     from paged_jax.models.hub import resolve_model
     from paged_jax.models.load import open_checkpoint
-    from paged_jax.models.registry import architecture
+    from paged_jax.models.registry import read_spec
 
     path = resolve_model(name)
     checkpoint = open_checkpoint(path)
-    spec = architecture(checkpoint.config).decoder_spec(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     return {
         "model": str(path),
         "architecture": ", ".join(checkpoint.config["architectures"]),

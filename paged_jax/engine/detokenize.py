@@ -58,6 +58,10 @@ class TextStream:
     def _decode(self, *, is_last: bool) -> None:
         before = self._tokenizer.decode(self._ids[self._prefix : self._read])
         new = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
+        if not new:
+            # A skipped token: kept in the window, because decoders that join words by a leading
+            # space strip it from the first token they are given.
+            return
         if is_last or not new.endswith(_REPLACEMENT):
             self._base += new
             self._prefix, self._read = self._read, len(self._ids)

@@ -67,6 +67,8 @@ class Engine:
         self.runner = Runner(model, self.config, kv_dtype, strict_compile=config.strict_compile)
         self.state = SchedulerState.create(self.config)
         self._requests: dict[str, Request] = {}
+        self._is_stepping = False
+        self._deferred_aborts: list[str] = []
         self._is_debug = config.debug
         self._seeds = random.Random(config.seed)
         self._num_added = 0
@@ -122,6 +124,7 @@ class Engine:
 
         An error in the dispatch ends every request and leaves an empty, usable engine.
         """
+        self._is_stepping = True
         with self._empty_on_error():
             plan = schedule(self.state, self.config)
             self._num_preemptions += len(plan.preempted)
@@ -134,20 +137,32 @@ class Engine:
             result = self._dispatch(plan)
             if result is not None:
                 outputs += self._commit(plan, result)
+            deferred, self._deferred_aborts = self._deferred_aborts, []
+            outputs += [self._abort(name) for name in deferred if name in self._requests]
             self._free_when_idle()
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request; its blocks are free after the next step. Unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is None:
+        """Ends a request; its blocks are free after the next step. Unknown ids are ignored.
+
+        Called while a step runs (by a signal handler, or by a stream that the garbage collector
+        closes), it takes effect at the end of that step, which returns the output.
+        """
+        if request_id not in self._requests:
+            return None
+        if self._is_stepping:
+            self._deferred_aborts.append(request_id)
             return None
         with self._empty_on_error():
-            if request.row is None:
-                self.state.waiting.remove(request)
-            output = self._finish(request, "abort")
+            output = self._abort(request_id)
             self._free_when_idle()
         return output
+
+    def _abort(self, request_id: str) -> RequestOutput:
+        request = self._requests[request_id]
+        if request.row is None:
+            self.state.waiting.remove(request)
+        return self._finish(request, "abort")
 
     @contextlib.contextmanager
     def _empty_on_error(self) -> Iterator[None]:
@@ -157,6 +172,8 @@ class Engine:
         except BaseException:
             self.reset()
             raise
+        finally:
+            self._is_stepping = False
 
     def _free_when_idle(self) -> None:
         """Gives the last blocks back when nobody is left to make a plan for."""
@@ -166,6 +183,7 @@ class Engine:
     def reset(self) -> None:
         """Drops every request and starts over with an empty pool."""
         self._requests.clear()
+        self._deferred_aborts.clear()
         self.state = SchedulerState.create(self.config)
         self.runner.reset()
 
@@ -289,7 +307,7 @@ class Engine:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=list(request.prompt_token_ids),
             outputs=[completion],
             finished=request.finish_reason is not None,
             metrics=RequestMetrics(

@@ -43,6 +43,8 @@ class Runner:
     def reset(self) -> None:
         """Makes a new, empty pool; a failed step takes the donated one with it."""
         config = self.config
+        # Before the new one is made: memory may not hold two.
+        self.kv = None
         self.kv = core.create_kv_cache(
             self._spec, config.num_blocks, config.block_size, self._kv_dtype
         )
@@ -66,6 +68,7 @@ class Runner:
         """Compiles every program by running it on padding alone."""
         for program in self.programs:
             self._dispatch(program, self._inputs(program, Plan(), {}))
+        self.run(Plan(), {})  # the program that only frees
         self._is_warm = True
 
     def lower(self, program: Program) -> jax.stages.Lowered:

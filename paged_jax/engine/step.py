@@ -73,9 +73,18 @@ def create_row_state(size: int) -> RowState:
     )
 
 
-@functools.lru_cache(maxsize=16)
 def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
-    """Builds the jitted step of one model; engines of equal models share it and its programs.
+    """The jitted step of one model; engines of equal models share it and its programs."""
+    try:
+        hash(graphdef)
+    except TypeError:
+        # A module may keep a list or a dict as an attribute; its step is then its own.
+        return _build_step(graphdef, treedef)
+    return _shared_step(graphdef, treedef)
+
+
+def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
+    """Builds the jitted step.
 
     Args:
       graphdef: From `nnx.split`; the module is merged again inside the trace, because a module or
@@ -145,6 +154,9 @@ def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
         return cache.kv, blocks, rows, outputs
 
     return jax.jit(step, donate_argnums=1)
+
+
+_shared_step = functools.lru_cache(maxsize=16)(_build_step)
 
 
 def _admit(rows: RowState, inputs: StepInputs) -> RowState:

@@ -81,12 +81,20 @@ def _parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | No
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt ({text!r}) must be text")
-        prompt = prompt.get("prompt_token_ids", text)
+        ids = prompt.get("prompt_token_ids")
+        prompt = text if ids is None else ids  # type: ignore[assignment]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: give prompt_token_ids, not text")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt is no valid text: {error}") from error
         return prompt, tokenizer.encode(prompt)
-    if not isinstance(prompt, Sequence | np.ndarray):
+    is_listed = isinstance(prompt, Sequence) or (
+        isinstance(prompt, np.ndarray) and prompt.ndim == 1
+    )
+    if not is_listed or isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt ({prompt!r}) must be text or a list of token ids")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):

@@ -259,3 +259,64 @@ def test_extreme_but_legal_fields_hurt_nobody(toy, alone, rng):
     assert run.tokens("cold") == alone(prompts[1], greedy(4))
     assert run.tokens("plain") == alone(prompts[2], greedy(4))
     assert run.tokens("hot") == alone(prompts[0], hot)
+
+
+def test_an_abort_inside_a_step_takes_effect_at_its_end(toy, alone, rng, monkeypatch):
+    """As from a signal handler, or a stream that the garbage collector closes."""
+    engine = make_engine(toy)
+    prompts = {name: prompt_of(rng, 5) for name in ("goes", "stays")}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy(6))
+    run = engine.runner.run
+
+    def aborting(plan, requests):
+        assert engine.abort("goes") is None
+        return run(plan, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", aborting)
+        outputs = engine.step()
+    ends = [out for out in outputs if out.finished]
+    assert [(out.request_id, out.outputs[0].finish_reason) for out in ends] == [("goes", "abort")]
+    tokens = []
+    while engine.has_unfinished():
+        tokens = [out.outputs[0].token_ids for out in engine.step()]
+    assert tokens == [alone(prompts["stays"], greedy(6))]
+    assert_idle(engine)
+
+
+def test_what_a_caller_does_to_an_output_changes_nothing(toy, alone, rng):
+    engine = make_engine(toy)
+    prompt = prompt_of(rng, 3)
+    engine.add_request("a", prompt, greedy(6))
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+            output.prompt_token_ids.append(1)
+            output.outputs[0].token_ids.clear()
+    assert tokens == alone(prompt, greedy(6))
+
+
+def test_a_module_may_keep_lists_and_the_weights_stay_as_they_were(toy, alone, rng):
+    from flax import nnx
+
+    class Wrapped(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+            self.sizes = nnx.static([1, 2])  # makes the module's definition unhashable
+
+        def __call__(self, batch, cache):
+            return self.inner(batch, cache)
+
+        def logits(self, hidden):
+            return self.inner.logits(hidden)
+
+        def cache_spec(self):
+            return self.inner.cache_spec()
+
+    tokens = np.asarray([[3, 1, 4, 1, 5]])
+    before = toy(tokens)
+    prompt = prompt_of(rng, 3)
+    run = run_all(make_engine(Wrapped(toy)), [("a", prompt, greedy(4))])
+    assert run.tokens("a") == alone(prompt, greedy(4))
+    np.testing.assert_array_equal(toy(tokens), before)

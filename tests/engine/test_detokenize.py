@@ -113,3 +113,21 @@ def test_the_prompt_is_context_and_not_output(byte_tokenizer):
 def test_special_tokens_are_skipped(byte_tokenizer):
     _, final, _, _ = feed(byte_tokenizer, [104, 256, 105, 257])
     assert final == "hi"
+
+
+def test_a_skipped_token_between_words_loses_no_space():
+    """Decoders of SentencePiece vocabularies strip the space of the first token they are given."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models
+
+    pieces = ["\u2581hello", "\u2581world", "!", "<unk>"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=(4,), chat_template=None)
+    prompt, ids = [0], [0, 4, 4, 1, 2]
+    texts, final, _, _ = feed(tokenizer, ids, prompt=prompt)
+    whole = tokenizer.decode(prompt + ids)
+    assert final == whole[len(tokenizer.decode(prompt)) :] == " hello world!"
+    assert_grows(texts, final)

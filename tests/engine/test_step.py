@@ -76,7 +76,6 @@ def test_values_compile_nothing_new(toy, rng):
     run(6, temperature=1.0, top_p=0.5, logprobs=4)
     run(5, temperature=0.0, stop=None, ignore_eos=True)
     assert step._cache_size() == size
-    assert engine.stats()["compiles"] <= len(engine.runner.programs)
 
 
 def test_warm_up_runs_every_program_and_changes_nothing(toy, alone, rng):
