@@ -2,11 +2,11 @@
 
 It applies the same transitions as `paged_jax.core` in the same order and so reaches the same block
 ids without reading anything back. It is the scheduler's accounting and the oracle of core's tests;
-core is its oracle in turn.
+core is its oracle in turn. Where core sets a fault bit the ledger raises and changes nothing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paged_jax.plan import Plan
@@ -58,7 +58,13 @@ class Ledger:
         return {row: self.growth(row, count) + (row in copied) for row, count in new_tokens.items()}
 
     def allocate(self, new_tokens: Mapping[int, int]) -> LedgerAllocation:
-        """Makes room for more tokens per row, for all rows or for none; see core's `allocate`."""
+        """Makes room for more tokens per row, for all rows or for none; see core's `allocate`.
+
+        Raises: ValueError for a negative number of tokens.
+        """
+        negative = [row for row, count in new_tokens.items() if count < 0]
+        if negative:
+            raise ValueError(f"new_tokens of row {negative[0]} must be at least 0")
         most = self.max_blocks_per_seq * self.block_size
         if any(self.lengths[row] + count > most for row, count in new_tokens.items()):
             return LedgerAllocation(ok=False, reason=2)
@@ -87,26 +93,89 @@ class Ledger:
             self._shorten(row, 0)
 
     def truncate(self, lengths: Mapping[int, int]) -> None:
-        """Shortens rows to `lengths` where that is less than now; see core's `truncate`."""
+        """Shortens rows to `lengths` where that is less than now; see core's `truncate`.
+
+        Raises: ValueError for a negative length.
+        """
+        negative = [row for row, length in lengths.items() if length < 0]
+        if negative:
+            raise ValueError(f"length of row {negative[0]} must be at least 0")
         for row in sorted(lengths):
             if lengths[row] < self.lengths[row]:
                 self._shorten(row, lengths[row])
 
     def fork(self, parent: int, child: int) -> None:
-        """Lets an empty row share all blocks of another.
+        """Lets an empty row share all blocks of another; see core's `fork`.
 
-        Raises: ValueError when the child holds tokens.
+        Raises: ValueError for a row out of range or a child that holds tokens.
         """
-        if self.lengths[child]:
-            raise ValueError(f"row {child} holds {self.lengths[child]} tokens; free it first")
-        self.tables[child] = list(self.tables[parent])
-        self.lengths[child] = self.lengths[parent]
-        for block in self.tables[child]:
+        self._check_rows(parent, child)
+        self._adopt(child, self.tables[parent], self.lengths[parent])
+
+    def share(self, row: int, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Lets an empty row adopt blocks that others own; see core's `share`.
+
+        Raises: ValueError for a row out of range or with tokens, a block that nobody owns, or ids
+          that are not as many as the tokens fill.
+        """
+        self._check_rows(row)
+        if not 0 <= num_tokens <= self.max_blocks_per_seq * self.block_size:
+            raise ValueError(f"num_tokens ({num_tokens}) must be what a row can hold")
+        if len(block_ids) != ceil_div(num_tokens, self.block_size):
+            raise ValueError(f"block_ids ({len(block_ids)}) must be as many as the tokens fill")
+        self._check_owned(block_ids)
+        self._adopt(row, block_ids, num_tokens)
+
+    def reindex(self, sources: Mapping[int, int]) -> None:
+        """Gives each row the table that its source had before the call; see core's `reindex`.
+
+        Raises: ValueError for a row out of range.
+        """
+        self._check_rows(*sources, *sources.values())
+        moves = {row: source for row, source in sources.items() if row != source}
+        tables = {row: list(self.tables[source]) for row, source in moves.items()}
+        lengths = {row: self.lengths[source] for row, source in moves.items()}
+        for table in tables.values():
+            for block in table:
+                self.refcounts[block] += 1
+        self.free(moves)
+        for row in moves:
+            self.tables[row], self.lengths[row] = tables[row], lengths[row]
+
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """Adds an owner that is not a row to each block; see core's `retain`.
+
+        Raises: ValueError for a block that nobody owns.
+        """
+        self._check_owned(block_ids)
+        for block in block_ids:
             self.refcounts[block] += 1
 
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Takes back what `retain` gave; see core's `release`.
+
+        Raises: ValueError for a block named more often than it is owned.
+        """
+        self._check_owned(block_ids)
+        for block, times in Counter(block_ids).items():
+            if times > self.refcounts[block]:
+                raise ValueError(
+                    f"block {block} is released {times} times and owned {self.refcounts[block]}"
+                )
+        for block in block_ids:
+            self._drop(block)
+
     def apply(self, plan: Plan) -> LedgerAllocation:
-        """Applies a plan as the step does on the device."""
+        """Applies a plan, in its order, as the device does."""
         self.free(plan.free_rows)
+        self.release(plan.release_ids)
+        self.retain(plan.retain_ids)
+        for row, block_ids, num_tokens in plan.shares:
+            self.share(row, block_ids, num_tokens)
+        for parent, child in plan.forks:
+            self.fork(parent, child)
+        self.reindex(dict(plan.reindexed))
+        self.truncate(dict(plan.truncated))
         return self.allocate(plan.new_tokens)
 
     def _copies(self, new_tokens: Mapping[int, int]) -> list[int]:
@@ -122,10 +191,37 @@ class Ledger:
                 copied += rows if self.refcounts[block] > len(rows) else rows[1:]
         return sorted(copied)
 
+    def _check_rows(self, *rows: int) -> None:
+        for row in rows:
+            if not 0 <= row < len(self.tables):
+                raise ValueError(f"row {row} is outside 0..{len(self.tables) - 1}")
+
+    def _check_owned(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if not 1 <= block <= self.num_blocks:
+                raise ValueError(f"block {block} is outside 1..{self.num_blocks}")
+            if self.refcounts[block] < 1:
+                raise ValueError(f"block {block} is free; only owned blocks can be shared")
+
+    def _adopt(self, row: int, block_ids: Sequence[int], length: int) -> None:
+        if self.lengths[row]:
+            raise ValueError(f"row {row} holds {self.lengths[row]} tokens; free it first")
+        self.tables[row] = list(block_ids)
+        self.lengths[row] = length
+        for block in block_ids:
+            self.refcounts[block] += 1
+
     def _take(self) -> int:
         block = self.free_blocks.pop()
         self.refcounts[block] = 1
         return block
+
+    def _drop(self, block: int) -> None:
+        if self.refcounts[block] < 1:
+            raise ValueError(f"block {block} is freed more often than it was taken")
+        self.refcounts[block] -= 1
+        if self.refcounts[block] == 0:
+            self.free_blocks.append(block)
 
     def _shorten(self, row: int, length: int) -> None:
         keep = ceil_div(length, self.block_size)
@@ -133,8 +229,4 @@ class Ledger:
         del self.tables[row][keep:]
         self.lengths[row] = length
         for block in dropped:
-            if self.refcounts[block] < 1:
-                raise ValueError(f"block {block} is freed more often than it was taken")
-            self.refcounts[block] -= 1
-            if self.refcounts[block] == 0:
-                self.free_blocks.append(block)
+            self._drop(block)

@@ -22,13 +22,25 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A dispatch: rows to free first, then tokens to allocate and run.
+    """A dispatch: what happens to rows and blocks, then tokens to allocate and run.
 
-    Host and device apply it in this order; both are deterministic, so the host knows every block
-    id at the moment of dispatch and never reads a table back.
+    Host and device apply the fields in the order in which they stand here; both are deterministic,
+    so the host knows every block id at the moment of dispatch and never reads a table back.
     """
 
     free_rows: tuple[int, ...] = ()
+    release_ids: tuple[int, ...] = ()
+    """Blocks that an owner other than a row gives up."""
+    retain_ids: tuple[int, ...] = ()
+    """Blocks that gain an owner other than a row."""
+    shares: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    """(row, block ids, tokens): empty rows that adopt blocks."""
+    forks: tuple[tuple[int, int], ...] = ()
+    """(parent, child)."""
+    reindexed: tuple[tuple[int, int], ...] = ()
+    """(row, source): rows that take the table of another."""
+    truncated: tuple[tuple[int, int], ...] = ()
+    """(row, tokens to keep)."""
     segments: tuple[Segment, ...] = ()
     """Decode segments first; a row stands at most once."""
     preempted: tuple[str, ...] = ()
@@ -54,4 +66,17 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do on the device."""
-        return not (self.free_rows or self.segments)
+        return not (self.has_moves or self.segments)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether rows or blocks change before any token is allocated."""
+        return bool(
+            self.free_rows
+            or self.release_ids
+            or self.retain_ids
+            or self.shares
+            or self.forks
+            or self.reindexed
+            or self.truncated
+        )

@@ -1,24 +1,9 @@
 """The functional core: a paged KV cache as immutable pytrees and pure transitions."""
 
+from paged_jax.core import checked
+from paged_jax.core.allocation import Allocation, allocate, fit, needed
 from paged_jax.core.audit import AuditError, audit
 from paged_jax.core.batch import Batch, make_batch
-from paged_jax.core.blocks import (
-    FAULT_OCCUPIED,
-    FAULT_OUT_OF_RANGE,
-    REASON_OUT_OF_BLOCKS,
-    REASON_ROW_TOO_LONG,
-    Allocation,
-    BlockState,
-    allocate,
-    create_block_state,
-    fit,
-    fork,
-    free,
-    needed,
-    slot_mapping,
-    translate,
-    truncate,
-)
 from paged_jax.core.kv import (
     CacheSpec,
     KVCache,
@@ -30,10 +15,25 @@ from paged_jax.core.kv import (
     kv_shape,
     write,
 )
+from paged_jax.core.rows import fork, free, reindex, release, retain, share, truncate
+from paged_jax.core.state import (
+    FAULT_FREE_BLOCK,
+    FAULT_OCCUPIED,
+    FAULT_OUT_OF_RANGE,
+    FAULT_REPEATED,
+    REASON_OUT_OF_BLOCKS,
+    REASON_ROW_TOO_LONG,
+    BlockState,
+    create_block_state,
+    slot_mapping,
+    translate,
+)
 
 __all__ = [
+    "FAULT_FREE_BLOCK",
     "FAULT_OCCUPIED",
     "FAULT_OUT_OF_RANGE",
+    "FAULT_REPEATED",
     "REASON_OUT_OF_BLOCKS",
     "REASON_ROW_TOO_LONG",
     "Allocation",
@@ -46,6 +46,7 @@ __all__ = [
     "allocate",
     "audit",
     "check_kv_dtype",
+    "checked",
     "copy_blocks",
     "create_block_state",
     "create_kv_cache",
@@ -56,6 +57,10 @@ __all__ = [
     "kv_shape",
     "make_batch",
     "needed",
+    "reindex",
+    "release",
+    "retain",
+    "share",
     "slot_mapping",
     "translate",
     "truncate",

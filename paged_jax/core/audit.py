@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paged_jax.core.blocks import BlockState
+from paged_jax.core.state import BlockState
 
 
 class AuditError(AssertionError):

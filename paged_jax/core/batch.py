@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paged_jax.core.blocks import BlockState, slot_mapping
+from paged_jax.core.state import BlockState, slot_mapping
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paged_jax.core.blocks import BlockState
+from paged_jax.core.state import BlockState
 
 KV_DTYPES = ("float32", "bfloat16", "float16")
 
