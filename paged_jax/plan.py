@@ -66,14 +66,13 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do on the device."""
-        return not (self.has_moves or self.segments)
+        return not (self.free_rows or self.has_moves or self.segments)
 
     @property
     def has_moves(self) -> bool:
-        """Whether rows or blocks change before any token is allocated."""
+        """Whether blocks change hands in other ways than that rows end and grow."""
         return bool(
-            self.free_rows
-            or self.release_ids
+            self.release_ids
             or self.retain_ids
             or self.shares
             or self.forks

@@ -3,7 +3,7 @@
 from paged_jax.core import checked
 from paged_jax.core.allocation import Allocation, allocate, fit, needed
 from paged_jax.core.audit import AuditError, audit
-from paged_jax.core.batch import Batch, make_batch
+from paged_jax.core.batch import Batch, make_batch, make_decode_batch
 from paged_jax.core.kv import (
     CacheSpec,
     KVCache,
@@ -56,6 +56,7 @@ __all__ = [
     "gather",
     "kv_shape",
     "make_batch",
+    "make_decode_batch",
     "needed",
     "reindex",
     "release",

@@ -97,3 +97,32 @@ def make_batch(
         num_rows=num_rows,
         is_decode_only=is_decode_only,
     )
+
+
+def make_decode_batch(
+    blocks: BlockState, *, tokens: jax.Array, positions: jax.Array, runs: jax.Array
+) -> Batch:
+    """Lays out one decode token for each row of the state: token i is row i.
+
+    Args:
+      blocks: Rows that run have room for their token.
+      tokens: i32[S].
+      positions: i32[S], of the tokens; a row may hold room for more after it.
+      runs: bool[S]; the other rows read nothing and write to the null block.
+    """
+    max_seqs = blocks.max_seqs
+    index = jnp.arange(max_seqs, dtype=jnp.int32)
+    rows = jnp.where(runs, index, max_seqs)
+    positions = jnp.where(runs, positions, 0)
+    return Batch(
+        tokens=jnp.where(runs, tokens, 0),
+        positions=positions,
+        rows=rows,
+        slots=slot_mapping(blocks, rows, positions),
+        row_ids=rows,
+        query_starts=jnp.arange(max_seqs + 1, dtype=jnp.int32),
+        context_lens=jnp.where(runs, positions + 1, 0),
+        num_decode=jnp.int32(max_seqs),
+        num_rows=jnp.int32(max_seqs),
+        is_decode_only=True,
+    )

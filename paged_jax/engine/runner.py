@@ -1,5 +1,6 @@
 """The device side: parameters, pool, block state, row state, and the programs over them."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from flax import nnx
 
 from paged_jax import core
 from paged_jax.config import ResolvedConfig
+from paged_jax.decode import RowState, create_row_state, seed_words
 from paged_jax.engine.buckets import Program, choose, programs
+from paged_jax.engine.moves import apply_moves, row_mask
 from paged_jax.engine.request import Request
-from paged_jax.engine.step import RowState, StepInputs, StepOutputs, create_row_state, make_step
+from paged_jax.engine.step import StepInputs, StepOutputs, make_step
 from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
 
@@ -58,8 +61,10 @@ class Runner:
 
         Returns: None for a plan without tokens, which runs no model.
         """
+        if plan.has_moves or not plan.segments:
+            self.blocks, self.rows = apply_moves(self.blocks, self.rows, plan)
+            plan = dataclasses.replace(plan, free_rows=())
         if not plan.segments:
-            self.blocks = _free(self.blocks, self._row_mask(plan.free_rows))
             return None
         program = choose(self.programs, plan.num_tokens, len(plan.segments))
         return self._dispatch(program, self._inputs(program, plan, requests))
@@ -68,7 +73,7 @@ class Runner:
         """Compiles every program by running it on padding alone."""
         for program in self.programs:
             self._dispatch(program, self._inputs(program, Plan(), {}))
-        self.run(Plan(), {})  # the program that only frees
+        self.run(Plan(free_rows=(0,)), {})  # the program that only frees
         self._is_warm = True
 
     def lower(self, program: Program) -> jax.stages.Lowered:
@@ -94,11 +99,6 @@ class Runner:
             _logger.info("compiled and ran in %.1f s", time.monotonic() - start)
         return outputs
 
-    def _row_mask(self, rows: tuple[int, ...]) -> np.ndarray:
-        mask = np.zeros(self.config.max_num_seqs, bool)
-        mask[list(rows)] = True
-        return mask
-
     def _inputs(self, program: Program, plan: Plan, requests: Mapping[str, Request]) -> StepInputs:
         """Fills the arrays of a program from a plan."""
         num_tokens, num_rows = program
@@ -107,6 +107,7 @@ class Runner:
         query_lens = np.zeros(num_rows, np.int32)
         is_sampled = np.zeros(num_rows, bool)
         is_admission = np.zeros(num_rows, bool)
+        has_logprobs = np.zeros(num_rows, bool)
         admitted = jax.tree.map(lambda x: np.repeat(x, num_rows, axis=0), self._one_row)
         place = 0
         for i, segment in enumerate(plan.segments):
@@ -117,17 +118,19 @@ class Runner:
                 tokens[place : place + segment.num_tokens] = request.known(
                     segment.start, segment.num_tokens
                 )
+            has_logprobs[i] = request.params.logprobs is not None
             if segment.is_admission:
                 _set_row(admitted, i, request)
             place += segment.num_tokens
         return StepInputs(
-            free_rows=self._row_mask(plan.free_rows),  # type: ignore[arg-type]
+            free_rows=row_mask(plan.free_rows, self.config.max_num_seqs),  # type: ignore[arg-type]
             tokens=tokens,  # type: ignore[arg-type]
             row_ids=row_ids,  # type: ignore[arg-type]
             query_lens=query_lens,  # type: ignore[arg-type]
             num_decode=np.int32(plan.num_decode),  # type: ignore[arg-type]
             is_sampled=is_sampled,  # type: ignore[arg-type]
             is_admission=is_admission,  # type: ignore[arg-type]
+            has_logprobs=has_logprobs,  # type: ignore[arg-type]
             admitted=admitted,
         )
 
@@ -153,15 +156,10 @@ def probe(model: PagedModel) -> tuple[Any, int]:
     return hidden.dtype, logits.shape[-1]
 
 
-_free = jax.jit(core.free)
-
-
 def _set_row(rows: RowState, i: int, request: Request) -> None:
     """Fills entry i of numpy row fields from a request."""
     params = request.params
     rows.temperature[i] = params.temperature  # type: ignore[index]
     rows.top_k[i] = min(max(0, params.top_k), 2**31 - 1)  # type: ignore[index]
     rows.top_p[i] = params.top_p  # type: ignore[index]
-    words = (request.seed % 2**32, request.seed // 2**32 % 2**32, 0)
-    rows.seeds[i] = words  # type: ignore[index]
-    rows.has_logprobs[i] = params.logprobs is not None  # type: ignore[index]
+    rows.seeds[i] = seed_words(request.seed)  # type: ignore[index]

@@ -15,21 +15,9 @@ from flax import nnx
 
 from paged_jax import core, ops
 from paged_jax.core import BlockState, KVCache, PagedCache
+from paged_jax.decode import RowState
 from paged_jax.sampling_params import MAX_LOGPROBS
 from paged_jax.shapes import ceil_div
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class RowState:
-    """What the device knows of each row besides its blocks."""
-
-    token: jax.Array  # i32[S], sampled last; the input of the next decode step
-    temperature: jax.Array  # f32[S]
-    top_k: jax.Array  # i32[S], 0 = off
-    top_p: jax.Array  # f32[S], 1 = off
-    seeds: jax.Array  # u32[S, 3], low and high word of the seed, index of the choice
-    has_logprobs: jax.Array  # bool[S]
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +32,7 @@ class StepInputs:
     num_decode: jax.Array  # i32[]
     is_sampled: jax.Array  # bool[R], rows whose next token is wanted
     is_admission: jax.Array  # bool[R], rows whose sampling fields are set from here
+    has_logprobs: jax.Array  # bool[R], rows whose log-probabilities are wanted
     admitted: RowState  # [R], the fields of those rows
 
 
@@ -59,18 +48,6 @@ class StepOutputs:
     rank: jax.Array  # i32[R], from 1
     top_logprobs: jax.Array  # f32[R, MAX_LOGPROBS]
     top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
-
-
-def create_row_state(size: int) -> RowState:
-    """Greedy rows without a token."""
-    return RowState(
-        token=jnp.zeros(size, jnp.int32),
-        temperature=jnp.zeros(size, jnp.float32),
-        top_k=jnp.zeros(size, jnp.int32),
-        top_p=jnp.ones(size, jnp.float32),
-        seeds=jnp.zeros((size, 3), jnp.uint32),
-        has_logprobs=jnp.zeros(size, bool),
-    )
 
 
 def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
@@ -138,7 +115,7 @@ def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
         target = jnp.where(is_wanted, inputs.row_ids, blocks.max_seqs)
         rows = dataclasses.replace(rows, token=rows.token.at[target].set(sampled, mode="drop"))
         logprob, rank, top_logprobs, top_ids = jax.lax.cond(
-            jnp.any(is_wanted & mine.has_logprobs),
+            jnp.any(is_wanted & inputs.has_logprobs),
             lambda: ops.top_logprobs(logits, sampled, min(MAX_LOGPROBS, logits.shape[1])),
             lambda: _no_logprobs(num_rows, min(MAX_LOGPROBS, logits.shape[1])),
         )

@@ -1,0 +1,80 @@
+"""The part of a plan that moves blocks between rows before any token is allocated.
+
+Rows end in almost every dispatch, so the step frees them itself. Sharing, forks, reindexing and
+truncation are rarer: they run as small programs of their own, each only when a plan asks for it, so
+that a step that needs none of them has none of their kernels.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from paged_jax import core
+from paged_jax.core import BlockState
+from paged_jax.decode import RowState, fork_rows
+from paged_jax.plan import Plan
+
+_free = jax.jit(core.free)
+_release = jax.jit(core.release)
+_retain = jax.jit(core.retain)
+_share = jax.jit(core.share)
+_fork = jax.jit(core.fork)
+_fork_rows = jax.jit(fork_rows)
+_reindex = jax.jit(core.reindex)
+_truncate = jax.jit(core.truncate)
+
+
+def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockState, RowState]:
+    """Applies all fields of a plan that come before its segments, in their order."""
+    max_seqs = blocks.max_seqs
+    if plan.free_rows:
+        blocks = _free(blocks, row_mask(plan.free_rows, max_seqs))
+    if plan.release_ids:
+        blocks = _release(blocks, _padded_ids(plan.release_ids))
+    if plan.retain_ids:
+        blocks = _retain(blocks, _padded_ids(plan.retain_ids))
+    if plan.shares:
+        blocks = _share(blocks, *_shared(plan, max_seqs, blocks.max_blocks_per_seq))
+    if plan.forks:
+        pairs = _padded_pairs(plan.forks, max_seqs)
+        blocks, rows = _fork(blocks, *pairs), _fork_rows(rows, *pairs)
+    if plan.reindexed:
+        blocks = _reindex(blocks, *_padded_pairs(plan.reindexed, max_seqs))
+    if plan.truncated:
+        lengths = np.full(max_seqs, 2**31 - 1, np.int32)
+        for row, length in plan.truncated:
+            lengths[row] = length
+        blocks = _truncate(blocks, lengths)
+    return blocks, rows
+
+
+def row_mask(rows: Sequence[int], max_seqs: int) -> np.ndarray:
+    """bool[S], True for the rows named."""
+    mask = np.zeros(max_seqs, bool)
+    mask[list(rows)] = True
+    return mask
+
+
+def _padded_ids(ids: Sequence[int]) -> np.ndarray:
+    """Zero-padded to a power of two, so that few sizes are compiled."""
+    padded = np.zeros(max(8, 1 << (len(ids) - 1).bit_length()), np.int32)
+    padded[: len(ids)] = ids
+    return padded
+
+
+def _padded_pairs(pairs: Sequence[tuple[int, int]], max_seqs: int) -> np.ndarray:
+    """i32[2, S], padded with S. At most S pairs: each changes another row."""
+    padded = np.full((2, max_seqs), max_seqs, np.int32)
+    padded[:, : len(pairs)] = np.array(pairs, np.int32).T
+    return padded
+
+
+def _shared(plan: Plan, max_seqs: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = np.full(max_seqs, max_seqs, np.int32)
+    block_ids = np.zeros((max_seqs, width), np.int32)
+    num_tokens = np.zeros(max_seqs, np.int32)
+    for i, (row, ids, count) in enumerate(plan.shares):
+        rows[i], num_tokens[i] = row, count
+        block_ids[i, : len(ids)] = ids
+    return rows, block_ids, num_tokens
