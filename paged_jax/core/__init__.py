@@ -4,6 +4,7 @@ from paged_jax.core import checked
 from paged_jax.core.allocation import Allocation, allocate, fit, needed
 from paged_jax.core.audit import AuditError, audit
 from paged_jax.core.batch import Batch, make_batch, make_decode_batch
+from paged_jax.core.describe import describe
 from paged_jax.core.kv import (
     CacheSpec,
     KVCache,
@@ -28,6 +29,8 @@ from paged_jax.core.state import (
     slot_mapping,
     translate,
 )
+from paged_jax.core.storage import restore_cache, save_cache, swap_in, swap_out
+from paged_jax.core.tags import check_tags, make_tags, with_tags, write_tags
 
 __all__ = [
     "FAULT_FREE_BLOCK",
@@ -46,10 +49,12 @@ __all__ = [
     "allocate",
     "audit",
     "check_kv_dtype",
+    "check_tags",
     "checked",
     "copy_blocks",
     "create_block_state",
     "create_kv_cache",
+    "describe",
     "fit",
     "fork",
     "free",
@@ -57,13 +62,20 @@ __all__ = [
     "kv_shape",
     "make_batch",
     "make_decode_batch",
+    "make_tags",
     "needed",
     "reindex",
     "release",
+    "restore_cache",
     "retain",
+    "save_cache",
     "share",
     "slot_mapping",
+    "swap_in",
+    "swap_out",
     "translate",
     "truncate",
+    "with_tags",
     "write",
+    "write_tags",
 ]

@@ -12,8 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.core.state import BlockState
+from paged_jax.shapes import ceil_div
 
 KV_DTYPES = ("float32", "bfloat16", "float16")
+
+LANES = 128
+"""Width of a TPU register, and of a pool row in layout "packed"."""
+
+PACKED_HEAD_DIMS = (32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +34,18 @@ class CacheSpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Keys and values of every layer; row 2h of axis 2 is K and row 2h + 1 is V of head h."""
+    """Keys and values of every layer: pool rows 2j are keys and 2j + 1 values of the same heads.
 
-    kv: jax.Array  # [L, N+1, 2K, P, C], C = D or D padded to the lanes of the device
+    layout     pool rows R       row 2j and 2j + 1 hold         width C
+    "split"    2K                head j                         D, or D padded to the lanes of a TPU
+    "packed"   2 ceil(K / r)     heads rj .. rj + r - 1         128 = r D
+    """
+
+    kv: jax.Array  # [L, N+1, R, P, C]
     layout: str = jax.tree.static()
     num_kv_heads: int = jax.tree.static()
     head_dim: int = jax.tree.static()
+    tags: jax.Array | None = None  # i32[N+1, P], see `with_tags`
 
     @property
     def num_layers(self) -> int:
@@ -51,9 +63,24 @@ class KVCache:
         return self.kv.shape[3]
 
     @property
+    def heads_per_row(self) -> int:
+        """Heads side by side in a pool row."""
+        return LANES // self.head_dim if self.layout == "packed" else 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return self.block_bytes // self.block_size
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.kv.nbytes // self.kv.shape[1]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the whole pool, the null block included."""
+        return self.kv.nbytes
 
 
 @jax.tree_util.register_dataclass
@@ -75,34 +102,52 @@ def create_kv_cache(
       num_blocks: Usable blocks N.
       block_size: Token positions per block P.
       dtype: float32, bfloat16 or float16.
-      layout: "auto" chooses by platform; "split" is what every platform reads.
-    Raises: ValueError for a size below 1 or an unknown layout; NotImplementedError for a dtype
-      or layout that is not built yet.
+      layout: "auto" chooses by platform; "split" and "packed" are read everywhere.
+    Raises: ValueError for a size below 1, an unknown layout, or a head dim that "packed" cannot
+      hold; NotImplementedError for a dtype or layout that is not built yet.
     """
+    layout = choose_layout(spec, layout)
     return KVCache(
         kv=jnp.zeros(kv_shape(spec, num_blocks, block_size, layout), check_kv_dtype(dtype)),
-        layout="split",
+        layout=layout,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
     )
 
 
+def choose_layout(spec: CacheSpec, layout: str = "auto") -> str:
+    """Settles "auto"; raises as `create_kv_cache` does."""
+    if layout == "latent":
+        raise NotImplementedError("layout 'latent' is not built yet; use 'split'")
+    if layout not in ("auto", "split", "packed"):
+        raise ValueError(f"layout ({layout!r}) must be 'auto', 'split', 'packed' or 'latent'")
+    if layout == "auto":
+        # The kernels for 128 lanes then serve narrow heads unchanged.
+        is_narrow = spec.head_dim in PACKED_HEAD_DIMS
+        return "packed" if is_narrow and jax.default_backend() == "tpu" else "split"
+    if layout == "packed" and spec.head_dim not in PACKED_HEAD_DIMS:
+        raise ValueError(
+            f"head_dim ({spec.head_dim}) must be one of {PACKED_HEAD_DIMS} in layout 'packed'"
+        )
+    return layout
+
+
 def kv_shape(
     spec: CacheSpec, num_blocks: int, block_size: int, layout: str = "auto"
 ) -> tuple[int, int, int, int, int]:
-    """Shape `[L, N+1, 2K, P, C]` of a pool; raises as `create_kv_cache` does."""
-    if layout in ("packed", "latent"):
-        raise NotImplementedError(f"layout {layout!r} is not built yet; use 'split'")
-    if layout not in ("auto", "split"):
-        raise ValueError(f"layout ({layout!r}) must be 'auto', 'split', 'packed' or 'latent'")
+    """Shape `[L, N+1, R, P, C]` of a pool; raises as `create_kv_cache` does."""
+    layout = choose_layout(spec, layout)
     if num_blocks < 1 or block_size < 1:
         raise ValueError(
             f"num_blocks ({num_blocks}) and block_size ({block_size}) must be at least 1"
         )
-    # TPU tiles are 128 lanes wide: a narrower minor axis would be relaid out on every call.
-    lanes = 128 if jax.default_backend() == "tpu" else 1
-    width = -(-spec.head_dim // lanes) * lanes
-    return (spec.num_layers, num_blocks + 1, 2 * spec.num_kv_heads, block_size, width)
+    if layout == "packed":
+        rows, width = 2 * ceil_div(spec.num_kv_heads, LANES // spec.head_dim), LANES
+    else:
+        # TPU tiles are 128 lanes wide: a narrower minor axis would be relaid out on every call.
+        lanes = LANES if jax.default_backend() == "tpu" else 1
+        rows, width = 2 * spec.num_kv_heads, -(-spec.head_dim // lanes) * lanes
+    return (spec.num_layers, num_blocks + 1, rows, block_size, width)
 
 
 def check_kv_dtype(dtype: Any) -> jnp.dtype:
@@ -111,6 +156,29 @@ def check_kv_dtype(dtype: Any) -> jnp.dtype:
     if dtype.name not in KV_DTYPES:
         raise NotImplementedError(f"KV dtype {dtype.name} is not built; use {', '.join(KV_DTYPES)}")
     return dtype
+
+
+def to_pool_rows(cache: KVCache, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Lays heads [..., K, D] of one position out as pool rows [..., R, C] in the pool's dtype."""
+    *outer, heads, dim = keys.shape
+    rows, width = cache.kv.shape[2], cache.kv.shape[4]
+    missing = rows // 2 * cache.heads_per_row - heads  # packed rows hold r heads each
+    pairs = jnp.stack([keys, values], axis=-3).astype(cache.kv.dtype)  # [..., 2, K, D]
+    pairs = jnp.pad(pairs, [(0, 0)] * (len(outer) + 1) + [(0, missing), (0, 0)])
+    pairs = pairs.reshape(*outer, 2, rows // 2, cache.heads_per_row * dim)
+    pairs = jnp.pad(pairs, [(0, 0)] * (len(outer) + 2) + [(0, width - pairs.shape[-1])])
+    return jnp.swapaxes(pairs, -3, -2).reshape(*outer, rows, width)
+
+
+def from_pool_rows(cache: KVCache, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `to_pool_rows`: [..., R, C] to keys and values [..., K, D]."""
+    *outer, count, _ = rows.shape
+    per_row, dim = cache.heads_per_row, cache.head_dim
+    pairs = rows[..., : per_row * dim].reshape(*outer, count // 2, 2, per_row * dim)
+    keys, values = pairs[..., 0, :], pairs[..., 1, :]
+    shape = (*outer, count // 2 * per_row, dim)
+    heads = slice(cache.num_kv_heads)
+    return keys.reshape(shape)[..., heads, :], values.reshape(shape)[..., heads, :]
 
 
 def write(
@@ -125,13 +193,10 @@ def write(
       slots: i32[T], `block * P + offset` from `slot_mapping`; slot 0 for padding, whose writes
         land in the null block.
     """
-    tokens, heads, width = keys.shape
-    rows = jnp.stack([keys, values], axis=2).reshape(tokens, 2 * heads, width)
-    rows = rows.astype(cache.kv.dtype)
-    if width < cache.kv.shape[4]:
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cache.kv.shape[4] - width)))
+    rows = to_pool_rows(cache, keys, values)
     block, offset = slots // cache.block_size, slots % cache.block_size
-    kv = cache.kv.at[layer, block[:, None], jnp.arange(2 * heads)[None, :], offset[:, None]].set(
+    row = jnp.arange(cache.kv.shape[2])
+    kv = cache.kv.at[layer, block[:, None], row[None, :], offset[:, None]].set(
         rows, mode="promise_in_bounds"
     )
     return dataclasses.replace(cache, kv=kv)
@@ -155,7 +220,11 @@ def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
         return jax.lax.dynamic_update_slice_in_dim(kv, block, dst[order[i]], axis=1)
 
     kv = jax.lax.fori_loop(0, jnp.sum(is_real, dtype=jnp.int32), body, cache.kv)
-    return dataclasses.replace(cache, kv=kv)
+    tags = cache.tags
+    if tags is not None:
+        target = jnp.where(is_real, dst, cache.num_blocks + 1)
+        tags = tags.at[target].set(tags[jnp.where(is_real, src, 0)], mode="drop")
+    return dataclasses.replace(cache, kv=kv, tags=tags)
 
 
 def gather(
@@ -169,9 +238,8 @@ def gather(
     Returns: (keys, values), each [M * P, K, D] in the pool's dtype; positions at or past
       `length` are zero whatever the blocks hold.
     """
-    blocks = cache.kv[layer, table]  # [M, 2K, P, C]
-    rows = jnp.moveaxis(blocks, 1, 2)[..., : cache.head_dim]
-    rows = rows.reshape(-1, cache.num_kv_heads, 2, cache.head_dim)
+    blocks = cache.kv[layer, table]  # [M, R, P, C]
+    rows = jnp.moveaxis(blocks, 1, 2)
+    rows = rows.reshape(-1, *rows.shape[2:])
     is_live = jnp.arange(rows.shape[0]) < length
-    rows = jnp.where(is_live[:, None, None, None], rows, jnp.zeros((), rows.dtype))
-    return rows[:, :, 0], rows[:, :, 1]
+    return from_pool_rows(cache, jnp.where(is_live[:, None, None], rows, jnp.zeros((), rows.dtype)))

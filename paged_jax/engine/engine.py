@@ -13,6 +13,7 @@ from paged_jax.engine.pool import resolve
 from paged_jax.engine.request import Request
 from paged_jax.engine.runner import Runner, probe
 from paged_jax.engine.scheduler import SchedulerState, schedule
+from paged_jax.engine.shadow import Shadow
 from paged_jax.engine.step import StepOutputs
 from paged_jax.engine.submission import Prompt, check_request
 from paged_jax.ledger import LedgerAllocation
@@ -64,12 +65,18 @@ class Engine:
         )
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.runner = Runner(model, self.config, kv_dtype, strict_compile=config.strict_compile)
+        self.runner = Runner(
+            model,
+            self.config,
+            kv_dtype,
+            strict_compile=config.strict_compile,
+            has_tags=config.debug,
+        )
         self.state = SchedulerState.create(self.config)
+        self._shadow = self._make_shadow(config.debug)
         self._requests: dict[str, Request] = {}
         self._is_stepping = False
         self._deferred_aborts: list[str] = []
-        self._is_debug = config.debug
         self._seeds = random.Random(config.seed)
         self._num_added = 0
         self._num_preemptions = 0
@@ -185,7 +192,14 @@ class Engine:
         self._requests.clear()
         self._deferred_aborts.clear()
         self.state = SchedulerState.create(self.config)
+        self._shadow = self._make_shadow(self._shadow is not None)
         self.runner.reset()
+
+    def _make_shadow(self, is_debug: bool) -> Shadow | None:
+        config = self.config
+        if not is_debug:
+            return None
+        return Shadow(config.num_blocks, config.max_num_seqs, config.block_size)
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens."""
@@ -207,19 +221,22 @@ class Engine:
         if plan.is_empty:
             return None
         result = self.runner.run(plan, self._requests)
+        if self._shadow is not None:
+            owners = tuple(self._requests[s.request_id].order for s in plan.segments)
+            self._shadow.apply(plan, owners, self.state.ledger)
         allocation = self.state.ledger.apply(plan)
         if result is not None:
             assert bool(result.ok), "the device ran out of blocks that the ledger had"
             assert int(result.num_free) == self.state.ledger.num_free
-        if self._is_debug:
-            self._check(allocation)
+        if self._shadow is not None:
+            self._check(allocation, self._shadow)
         return result
 
-    def _check(self, allocation: LedgerAllocation) -> None:
-        """Audits the block state and compares every id with the ledger's."""
+    def _check(self, allocation: LedgerAllocation, shadow: Shadow) -> None:
+        """Audits the block state, compares every id with the ledger's and every tag."""
         assert allocation.ok, "the ledger refused a plan"
         blocks, ledger = self.runner.blocks, self.state.ledger
-        core.audit(blocks)
+        core.audit(blocks, shadow.external)
         tables = np.zeros(blocks.block_tables.shape, np.int32)
         for row, table in enumerate(ledger.tables):
             tables[row, : len(table)] = table
@@ -229,6 +246,8 @@ class Engine:
         np.testing.assert_array_equal(np.asarray(blocks.free_blocks), stack)
         np.testing.assert_array_equal(np.asarray(blocks.refcounts), ledger.refcounts)
         np.testing.assert_array_equal(np.asarray(blocks.lengths), ledger.lengths)
+        assert self.runner.kv is not None
+        shadow.check(self.runner.kv, blocks)
 
     def _commit(self, plan: Plan, result: StepOutputs) -> list[RequestOutput]:
         """Hands the results of a dispatch to its requests."""

@@ -27,13 +27,20 @@ class Runner:
     """Applies plans on the device and reads back what was sampled."""
 
     def __init__(
-        self, model: PagedModel, config: ResolvedConfig, kv_dtype: Any, *, strict_compile: bool
+        self,
+        model: PagedModel,
+        config: ResolvedConfig,
+        kv_dtype: Any,
+        *,
+        strict_compile: bool,
+        has_tags: bool,
     ) -> None:
         self.config = config
         self.programs = programs(config)
         self.compiled: set[Program] = set()
         self._strict_compile = strict_compile
         self._is_warm = False
+        self._has_tags = has_tags
         self._kv_dtype = kv_dtype
         self._spec = model.cache_spec()
         graphdef, state = nnx.split(model)
@@ -51,6 +58,8 @@ class Runner:
         self.kv = core.create_kv_cache(
             self._spec, config.num_blocks, config.block_size, self._kv_dtype
         )
+        if self._has_tags:
+            self.kv = core.with_tags(self.kv)
         self.blocks = core.create_block_state(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
         )
@@ -108,6 +117,7 @@ class Runner:
         is_sampled = np.zeros(num_rows, bool)
         is_admission = np.zeros(num_rows, bool)
         has_logprobs = np.zeros(num_rows, bool)
+        owners = np.zeros(num_rows, np.int32)
         admitted = jax.tree.map(lambda x: np.repeat(x, num_rows, axis=0), self._one_row)
         place = 0
         for i, segment in enumerate(plan.segments):
@@ -119,6 +129,7 @@ class Runner:
                     segment.start, segment.num_tokens
                 )
             has_logprobs[i] = request.params.logprobs is not None
+            owners[i] = request.order
             if segment.is_admission:
                 _set_row(admitted, i, request)
             place += segment.num_tokens
@@ -131,6 +142,7 @@ class Runner:
             is_sampled=is_sampled,  # type: ignore[arg-type]
             is_admission=is_admission,  # type: ignore[arg-type]
             has_logprobs=has_logprobs,  # type: ignore[arg-type]
+            owners=owners,  # type: ignore[arg-type]
             admitted=admitted,
         )
 

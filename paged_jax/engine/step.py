@@ -33,6 +33,7 @@ class StepInputs:
     is_sampled: jax.Array  # bool[R], rows whose next token is wanted
     is_admission: jax.Array  # bool[R], rows whose sampling fields are set from here
     has_logprobs: jax.Array  # bool[R], rows whose log-probabilities are wanted
+    owners: jax.Array  # i32[R], a number per request; only shadow tags read it
     admitted: RowState  # [R], the fields of those rows
 
 
@@ -99,6 +100,10 @@ def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
             query_lens=inputs.query_lens,
             num_decode=None if num_tokens == num_rows else inputs.num_decode,
         )
+        if kv.tags is not None:
+            owners = jnp.zeros(blocks.max_seqs + 1, jnp.int32)
+            owners = owners.at[inputs.row_ids].set(inputs.owners)[batch.rows]
+            kv = core.write_tags(kv, batch.slots, core.make_tags(owners, batch.positions))
         hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
         logits = model.logits(hidden[batch.last_tokens]).astype(jnp.float32)
 

@@ -129,10 +129,14 @@ def _read_chunk(
     # (layer, block, head). Keys of all heads come first, then values, so that no transpose or
     # strided slice follows.
     flat = cache.kv.reshape(layers * num_blocks * pool_rows, size * width)
-    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(kv_heads, 2).T.reshape(-1, 1)
+    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(-1, 2).T.reshape(-1, 1)
     rows = (layer * num_blocks + ids)[None, :] * pool_rows + pair_rows
     gathered = flat.at[rows.reshape(-1)].get(mode="promise_in_bounds")
-    gathered = gathered.reshape(2, kv_heads, chunk, width)[..., : cache.head_dim]
+    gathered = gathered.reshape(2, pool_rows // 2, chunk, width)
+    if cache.heads_per_row > 1:
+        heads = gathered.reshape(2, pool_rows // 2, chunk, cache.heads_per_row, cache.head_dim)
+        gathered = heads.transpose(0, 1, 3, 2, 4).reshape(2, -1, chunk, cache.head_dim)
+    gathered = gathered[:, :kv_heads, :, : cache.head_dim]
     keys, values = gathered.astype(jnp.float32)
     return keys, values, index * chunk + jnp.arange(chunk)
 

@@ -1,5 +1,6 @@
 """Whatever happens around a request, its tokens are those of the same request run alone."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -178,12 +179,8 @@ def test_the_order_of_requests_changes_no_token(toy, alone, rng):
 
 def test_freed_blocks_full_of_nan_poison_nobody(toy, alone, rng):
     engine = make_engine(toy)
-    engine.runner.kv = type(engine.runner.kv)(
-        kv=np.nan * engine.runner.kv.kv,
-        layout=engine.runner.kv.layout,
-        num_kv_heads=engine.runner.kv.num_kv_heads,
-        head_dim=engine.runner.kv.head_dim,
-    )
+    kv = engine.runner.kv
+    engine.runner.kv = dataclasses.replace(kv, kv=np.nan * kv.kv)
     prompts = [prompt_of(rng, length) for length in (1, 3, 4, 5, 13)]
     run = run_all(engine, [(str(i), prompt, greedy(6)) for i, prompt in enumerate(prompts)])
     for i, prompt in enumerate(prompts):

@@ -1,0 +1,167 @@
+"""Blocks outside the pool: host images for swapping, and checkpoints of a whole cache."""
+
+import dataclasses
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from paged_jax.core.kv import (
+    CacheSpec,
+    KVCache,
+    PagedCache,
+    create_kv_cache,
+    from_pool_rows,
+    to_pool_rows,
+)
+from paged_jax.core.state import BlockState
+
+FORMAT = 1
+"""Version of the files that `save_cache` writes."""
+
+
+def swap_out(cache: KVCache, ids: ArrayLike) -> KVCache:
+    """Reads blocks back to the host.
+
+    Args:
+      ids: i32[B], blocks to read.
+    Returns: A host image: a `KVCache` of numpy arrays `[L, B, R, P, C]` that hold these blocks and
+      no null block, in the order of `ids`.
+    """
+    return jax.device_get(_take(cache, jnp.asarray(ids, jnp.int32)))
+
+
+def swap_in(cache: KVCache, ids: ArrayLike, image: KVCache) -> KVCache:
+    """Writes a host image into blocks of a pool, which may have another layout or dtype.
+
+    Runs under `jit`; donate `cache` there, since a pool that is not donated is copied.
+
+    Args:
+      ids: i32[B], blocks to write, in the order of the image; 0 is padding.
+      image: From `swap_out`.
+    Raises: ValueError when the image does not belong to this model or block size.
+    """
+    _check_image(cache, image)
+    blocks = _convert(image, cache)
+    ids = jnp.asarray(ids, jnp.int32)
+    tags = cache.tags
+    if tags is not None:
+        tags = tags.at[ids].set(0 if image.tags is None else image.tags, mode="drop")
+    return dataclasses.replace(cache, kv=cache.kv.at[:, ids].set(blocks, mode="drop"), tags=tags)
+
+
+def save_cache(path: str | PathLike[str], cache: PagedCache) -> None:
+    """Writes a cache to a new directory with Orbax: block state whole, KV of used blocks only.
+
+    Shadow tags are not written.
+
+    Args:
+      path: A directory that does not exist yet.
+    Raises: ValueError when something is there already.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    if path.exists():
+        raise ValueError(f"path ({path}) must not exist yet")
+    blocks = jax.device_get(cache.blocks)
+    image = swap_out(cache.kv, _used(blocks))
+    arrays = {name: getattr(blocks, name) for name in _BLOCK_ARRAYS}
+    meta = {
+        "format": FORMAT,
+        "block_size": blocks.block_size,
+        "layout": image.layout,
+        "num_kv_heads": image.num_kv_heads,
+        "head_dim": image.head_dim,
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            path,
+            ocp.args.Composite(
+                blocks=ocp.args.StandardSave(arrays),
+                kv=ocp.args.StandardSave({"kv": image.kv}),
+                meta=ocp.args.JsonSave(meta),
+            ),
+        )
+
+
+def restore_cache(
+    path: str | PathLike[str], *, layout: str = "auto", dtype: Any | None = None
+) -> PagedCache:
+    """Reads what `save_cache` wrote: same block ids, same free stack, same KV.
+
+    Args:
+      path: Directory of the checkpoint.
+      layout: Layout of the new pool, whatever that of the saved one; see `create_kv_cache`.
+      dtype: Dtype of the new pool; None keeps the saved one.
+    Raises: ValueError for a directory that `save_cache` did not write.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    if not (path / "meta").is_dir():
+        raise ValueError(f"path ({path}) must be a directory that save_cache wrote")
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        read = checkpointer.restore(
+            path,
+            ocp.args.Composite(
+                blocks=ocp.args.StandardRestore(),
+                kv=ocp.args.StandardRestore(),
+                meta=ocp.args.JsonRestore(),
+            ),
+        )
+    meta = read["meta"]
+    if meta["format"] != FORMAT:
+        raise ValueError(f"{path} has format {meta['format']}; this version reads {FORMAT}")
+    arrays = {name: jnp.asarray(read["blocks"][name]) for name in _BLOCK_ARRAYS}
+    blocks = BlockState(**arrays, block_size=meta["block_size"])
+    heads = {"num_kv_heads": meta["num_kv_heads"], "head_dim": meta["head_dim"]}
+    image = KVCache(kv=read["kv"]["kv"], layout=meta["layout"], **heads)
+    pool = create_kv_cache(
+        CacheSpec(num_layers=image.num_layers, **heads),
+        blocks.num_blocks,
+        blocks.block_size,
+        image.kv.dtype if dtype is None else dtype,
+        layout,
+    )
+    return PagedCache(blocks=blocks, kv=_put(pool, _used(blocks), image))
+
+
+_BLOCK_ARRAYS = tuple(
+    field.name for field in dataclasses.fields(BlockState) if field.name != "block_size"
+)
+
+
+def _used(blocks: BlockState) -> np.ndarray:
+    """Ids of the blocks that somebody owns, ascending; the null block where there is none."""
+    used = np.flatnonzero(np.asarray(blocks.refcounts)).astype(np.int32)
+    return used if used.size else np.zeros(1, np.int32)  # Orbax stores no empty arrays
+
+
+@jax.jit
+def _take(cache: KVCache, ids: jax.Array) -> KVCache:
+    tags = None if cache.tags is None else cache.tags[ids]
+    return dataclasses.replace(cache, kv=cache.kv[:, ids], tags=tags)
+
+
+_put = jax.jit(swap_in, donate_argnums=0)
+
+
+def _convert(image: KVCache, like: KVCache) -> jax.Array:
+    """Blocks [L, B, R, P, C] of an image in the layout and dtype of a pool."""
+    kv = jnp.asarray(image.kv)
+    if image.layout == like.layout and kv.shape[2:] == like.kv.shape[2:]:
+        return kv.astype(like.kv.dtype)
+    keys, values = from_pool_rows(image, jnp.moveaxis(kv, 2, 3))
+    return jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
+
+
+def _check_image(cache: KVCache, image: KVCache) -> None:
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        theirs, ours = getattr(image, name), getattr(cache, name)
+        if theirs != ours:
+            raise ValueError(f"{name} of the image ({theirs}) must be that of the pool ({ours})")

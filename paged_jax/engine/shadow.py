@@ -1,0 +1,62 @@
+"""What the slots of a pool should hold: the host side of the shadow tags of debug mode.
+
+It follows plans as the ledger does, but knows tokens and not blocks: the tags that each row reads
+are a list. `core.check_tags` compares it with the pool, which was written through slots and copies.
+"""
+
+import numpy as np
+
+from paged_jax import core
+from paged_jax.core import BlockState, KVCache
+from paged_jax.ledger import Ledger
+from paged_jax.plan import Plan
+
+
+class Shadow:
+    """Tags per row, and per block that an owner other than a row holds."""
+
+    def __init__(self, num_blocks: int, max_seqs: int, block_size: int) -> None:
+        self.external = np.zeros(num_blocks + 1, np.int32)
+        """References held by owners other than rows."""
+        self._block_size = block_size
+        self._rows: list[list[int]] = [[] for _ in range(max_seqs)]
+        self._retained: dict[int, list[int]] = {}
+
+    def apply(self, plan: Plan, owners: tuple[int, ...], ledger: Ledger) -> None:
+        """Follows a plan.
+
+        Args:
+          owners: Number of the writer of each segment, as the step was given it.
+          ledger: Before the plan is applied to it.
+        """
+        np.subtract.at(self.external, list(plan.release_ids), 1)
+        for block in plan.retain_ids:
+            self._retain(block, ledger)
+        for row in plan.free_rows:
+            self._rows[row] = []
+        for row, block_ids, num_tokens in plan.shares:
+            tags = [tag for block in block_ids for tag in self._retained[block]]
+            self._rows[row] = tags[:num_tokens]
+        for parent, child in plan.forks:
+            self._rows[child] = list(self._rows[parent])
+        before = list(self._rows)
+        for row, source in plan.reindexed:
+            self._rows[row] = list(before[source])
+        for row, length in plan.truncated:
+            del self._rows[row][length:]
+        for segment, owner in zip(plan.segments, owners, strict=True):
+            tags = self._rows[segment.row]
+            positions = np.arange(len(tags), len(tags) + segment.num_tokens)
+            tags += np.asarray(core.make_tags(np.int32(owner), positions)).tolist()
+
+    def check(self, kv: KVCache, blocks: BlockState) -> None:
+        """Raises AuditError when a row reads a slot that it did not write."""
+        core.check_tags(kv, blocks, self._rows)
+
+    def _retain(self, block: int, ledger: Ledger) -> None:
+        """Remembers what a block holds; one that no row holds was retained before."""
+        self.external[block] += 1
+        for row, table in enumerate(ledger.tables):
+            if block in table:
+                start = table.index(block) * self._block_size
+                self._retained[block] = self._rows[row][start : start + self._block_size]
