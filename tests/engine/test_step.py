@@ -1,7 +1,5 @@
 """What XLA makes of the step: the pool is updated in place and never copied."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +10,7 @@ from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.pool import resolve
 from paged_jax.sampling_params import SamplingParams
 from tests.engine.harness import make_engine, run_all
-
-
-def pool_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """Copies of the pool's or of a layer's shape in HLO text."""
-    whole = ",".join(map(str, shape))
-    layer = ",".join(map(str, shape[1:]))
-    pattern = (
-        rf"= \(?\w+\[(?:{whole}|(?:1,)?{layer})\]\S* (?:copy|copy-start|dynamic-slice|slice)\("
-    )
-    return re.findall(pattern, hlo)
+from tests.hlo import pool_copies
 
 
 @pytest.fixture(scope="module")
