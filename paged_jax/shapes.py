@@ -4,9 +4,9 @@ T new tokens in a step · S rows (sequence slots) · R rows that take part in a 
 H query heads · K KV heads · G = H / K · D head dim · N usable blocks · P token positions per
 block (`block_size`) · M blocks per table row · L layers · E hidden · F MLP hidden · V vocabulary.
 
-A KV pool is `[L, N+1, rows, P, C]`: `rows` is 2K in layout `split`, C is D or D padded to the lanes
-of the device. Physical block 0 is the null block: it is never handed out, and every padding write
-goes there.
+A KV pool is `[L, N+1, R, P, C]`; here R counts pool rows, 2K of them in layout `split`, and C is
+their width, see `KVCache`. Physical block 0 is the null block: it is never handed out, and every
+padding write goes there.
 """
 
 from typing import TypeVar
