@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,45 @@ import pytest
 from paged_jax import core
 from paged_jax.core import CacheSpec, KVCache
 
-SPEC = CacheSpec(num_layers=2, num_kv_heads=2, head_dim=3)
 N = 8
 TOKENS = 12  # per write; padded with slot 0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Layout and sizes of a pool of N blocks and two layers."""
+
+    layout: str
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def spec(self) -> CacheSpec:
+        return CacheSpec(num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    @property
+    def heads_per_row(self) -> int:
+        return 128 // self.head_dim if self.layout == "packed" else 1
+
+    def __str__(self) -> str:
+        return f"{self.layout}-k{self.num_kv_heads}-d{self.head_dim}-p{self.block_size}"
+
+
+SMALL = Pool("split", 2, 3, 4)
+
+POOLS = [
+    Pool("split", 2, 3, 1),
+    Pool("split", 2, 3, 2),
+    SMALL,
+    Pool("packed", 2, 64, 2),
+    # The last row of these is partly empty: it has room for 4 heads of 32, or 2 of 64.
+    Pool("packed", 1, 32, 1),
+    Pool("packed", 3, 64, 2),
+    Pool("packed", 5, 32, 4),
+]
+
+on_every_pool = pytest.mark.parametrize("pool", POOLS, ids=str)
 
 write = jax.jit(core.write)
 copy_blocks = jax.jit(core.copy_blocks)
@@ -23,15 +60,17 @@ fork = jax.jit(core.fork)
 slot_mapping = jax.jit(core.slot_mapping)
 
 
-def pool(block_size: int, fill: float | None = None, dtype="float32") -> KVCache:
-    cache = core.create_kv_cache(SPEC, N, block_size, dtype, "split")
-    if fill is None:
-        return cache
-    return dataclasses.replace(cache, kv=jnp.full_like(cache.kv, fill))
+def create(pool: Pool, fill: float | None = None, dtype="float32") -> KVCache:
+    cache = core.create_kv_cache(pool.spec, N, pool.block_size, dtype, pool.layout)
+    return cache if fill is None else filled(cache, np.full(cache.kv.shape, fill, np.float32))
 
 
-def random_tokens(rng, count: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
-    shape = (2, count, SPEC.num_kv_heads, SPEC.head_dim)
+def filled(cache: KVCache, kv: np.ndarray) -> KVCache:
+    return dataclasses.replace(cache, kv=jnp.asarray(kv))
+
+
+def random_tokens(rng, pool: Pool, count: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
+    shape = (2, count, pool.num_kv_heads, pool.head_dim)
     keys, values = rng.standard_normal(shape, dtype=np.float32)
     return keys, values
 
@@ -43,108 +82,144 @@ def slots_of(table, count: int, block_size: int) -> np.ndarray:
 
 
 @functools.cache
-def written(block_size: int):
+def written(pool: Pool):
     """Two rows of 7 and 5 tokens in shuffled blocks of layer 1 of a pool of NaN."""
-    rng = np.random.default_rng(block_size)
+    rng = np.random.default_rng(pool.block_size)
     ids = rng.permutation(np.arange(1, N + 1)).tolist()
     # With blocks of one token the two rows would need 12 blocks, so only 5 and 3 tokens are live.
-    lengths = (5, 3) if block_size == 1 else (7, 5)
-    widths = [-(-length // block_size) for length in lengths]
+    lengths = (5, 3) if pool.block_size == 1 else (7, 5)
+    widths = [-(-length // pool.block_size) for length in lengths]
     tables = [ids[: widths[0]], ids[widths[0] : sum(widths)]]
-    cache = pool(block_size, jnp.nan)
+    cache = create(pool, np.nan)
     tokens = []
     for table, length in zip(tables, lengths, strict=True):
-        keys, values = random_tokens(rng)
-        cache = write(cache, jnp.int32(1), keys, values, slots_of(table, length, block_size))
+        keys, values = random_tokens(rng, pool)
+        slots = slots_of(table, length, pool.block_size)
+        cache = write(cache, jnp.int32(1), keys, values, slots)
         tokens.append((keys[:length], values[:length]))
     return cache, tables, lengths, tokens
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_gather_gives_back_what_was_written(block_size):
-    cache, tables, lengths, tokens = written(block_size)
+def read_row(cache: KVCache, layer: int, table, length) -> tuple[np.ndarray, np.ndarray]:
+    """`gather` on the host: slices of JAX arrays are compiled one by one."""
+    keys, values = gather(cache, jnp.int32(layer), table, jnp.int32(length))
+    return np.asarray(keys), np.asarray(values)
+
+
+def assert_reads(cache: KVCache, pool: Pool) -> None:
+    """The two rows of `written` read their tokens."""
+    _, tables, lengths, tokens = written(pool)
     for table, length, (keys, values) in zip(tables, lengths, tokens, strict=True):
         padded = np.zeros(5, np.int32)
         padded[: len(table)] = table
-        read = gather(cache, jnp.int32(1), padded, jnp.int32(length))
+        read = read_row(cache, 1, padded, length)
         for got, expected in zip(read, (keys, values), strict=True):
-            assert got.shape == (5 * block_size, SPEC.num_kv_heads, SPEC.head_dim)
+            assert got.shape == (5 * pool.block_size, pool.num_kv_heads, pool.head_dim)
             np.testing.assert_array_equal(got[:length], expected)
             # Dead slots hold NaN, and so does the null block that the table is padded with.
             np.testing.assert_array_equal(got[length:], 0.0)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_rows_of_the_pool_are_key_and_value_of_each_head(block_size):
-    cache, tables, lengths, tokens = written(block_size)
-    keys, values = tokens[0]
+@on_every_pool
+def test_gather_gives_back_what_was_written(pool):
+    assert_reads(written(pool)[0], pool)
+
+
+@on_every_pool
+def test_rows_of_the_pool_are_keys_and_values_of_heads_side_by_side(pool):
+    cache, tables, lengths, tokens = written(pool)
     last = lengths[0] - 1
-    block, offset = tables[0][last // block_size], last % block_size
+    block, offset = tables[0][last // pool.block_size], last % pool.block_size
     slot = np.asarray(cache.kv)[1, block, :, offset]
-    np.testing.assert_array_equal(
-        slot, [keys[last, 0], values[last, 0], keys[last, 1], values[last, 1]]
-    )
+    side_by_side = pool.heads_per_row
+    for head in range(pool.num_kv_heads):
+        row, lane = 2 * (head // side_by_side), head % side_by_side * pool.head_dim
+        for half, which in enumerate(tokens[0]):
+            found = slot[row + half, lane : lane + pool.head_dim]
+            np.testing.assert_array_equal(found, which[last, head])
+    empty = side_by_side * slot.shape[0] // 2 - pool.num_kv_heads
+    np.testing.assert_array_equal(slot[-2:, slot.shape[1] - empty * pool.head_dim :], 0.0)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_write_touches_its_slots_only(block_size):
-    cache, tables, lengths, _ = written(block_size)
-    is_written = np.zeros((2, N + 1, block_size), bool)
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool.num_kv_heads % 2], ids=str)
+def test_what_the_last_row_has_room_for_is_never_read(pool):
+    cache = written(pool)[0]
+    used = pool.num_kv_heads % pool.heads_per_row * pool.head_dim
+    kv = np.array(cache.kv)
+    kv[..., -2:, :, used:] = np.nan
+    assert_reads(filled(cache, kv), pool)
+
+
+@on_every_pool
+def test_write_touches_its_slots_only(pool):
+    cache, tables, lengths, _ = written(pool)
+    is_written = np.zeros((2, N + 1, pool.block_size), bool)
     for table, length in zip(tables, lengths, strict=True):
         for t in range(length):
-            is_written[1, table[t // block_size], t % block_size] = True
+            is_written[1, table[t // pool.block_size], t % pool.block_size] = True
     is_written[1, 0, 0] = True  # padding goes to slot 0
     has_number = ~np.isnan(np.moveaxis(np.asarray(cache.kv), 2, 3)).any(axis=(3, 4))
     np.testing.assert_array_equal(has_number, is_written)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_padding_never_touches_a_live_block(block_size, rng):
+@on_every_pool
+def test_padding_never_touches_a_live_block(pool, rng):
     # Every block is live: rows 0 and 1 hold all N of them, the first and the last included.
     tables = np.arange(1, N + 1, dtype=np.int32).reshape(2, N // 2)
+    past = N // 2 * pool.block_size
     blocks = dataclasses.replace(
-        core.create_block_state(N, block_size, 2, N // 2),
+        core.create_block_state(N, pool.block_size, 2, N // 2),
         block_tables=jnp.asarray(tables),
-        lengths=jnp.full(2, N // 2 * block_size, jnp.int32),
+        lengths=jnp.full(2, past, jnp.int32),
     )
-    cache = pool(block_size)
+    cache = create(pool)
     before = rng.standard_normal(cache.kv.shape, dtype=np.float32)
-    cache = dataclasses.replace(cache, kv=jnp.asarray(before))
     rows = np.array([2, 2, -1, 3, 0, 1, 0, 1, 2, 2, 2, 2], np.int32)  # 2 is padding
-    past = N // 2 * block_size
     positions = np.array([0, 5, 0, 0, past, past, -1, past + 7, 1, 2, 3, 4], np.int32)
-    keys, values = random_tokens(rng)
+    keys, values = random_tokens(rng, pool)
     slots = slot_mapping(blocks, rows, positions)
-    after = np.asarray(write(cache, jnp.int32(0), keys, values, slots).kv)
+    after = np.asarray(write(filled(cache, before), jnp.int32(0), keys, values, slots).kv)
     np.testing.assert_array_equal(after[:, 1:], before[:, 1:])
     assert (after[0, 0] != before[0, 0]).any(), "the writes did happen, in the null block"
 
 
-def test_copy_moves_every_layer_of_a_block(rng):
-    cache = pool(2)
+@pytest.mark.parametrize("pool", [SMALL, Pool("packed", 5, 32, 4)], ids=str)
+def test_copy_moves_every_layer_of_a_block(pool, rng):
+    cache = create(pool)
     before = rng.standard_normal(cache.kv.shape, dtype=np.float32)
-    cache = dataclasses.replace(cache, kv=jnp.asarray(before))
     # One source twice, a copy behind padding, and the last block as target.
     src, dst = np.array([3, 0, 3, 0, 1], np.int32), np.array([5, 0, 8, 0, 2], np.int32)
     expected = before.copy()
     expected[:, 5], expected[:, 8], expected[:, 2] = before[:, 3], before[:, 3], before[:, 1]
-    np.testing.assert_array_equal(copy_blocks(cache, src, dst).kv, expected)
+    np.testing.assert_array_equal(copy_blocks(filled(cache, before), src, dst).kv, expected)
+
+
+def test_copy_moves_tags_with_their_block():
+    cache = core.with_tags(create(SMALL))
+    before = np.arange(1, (N + 1) * 4 + 1, dtype=np.int32).reshape(N + 1, 4)
+    cache = dataclasses.replace(cache, tags=jnp.asarray(before))
+    # Padding of both kinds: without a target, and 0 to 0.
+    src, dst = np.array([3, 0, 3, 6, 1], np.int32), np.array([5, 0, 8, 0, 2], np.int32)
+    expected = before.copy()
+    expected[5], expected[8], expected[2] = before[3], before[3], before[1]
+    np.testing.assert_array_equal(copy_blocks(cache, src, dst).tags, expected)
 
 
 def test_no_copy_leaves_the_pool_as_it_is(rng):
-    cache = pool(2)
+    cache = create(SMALL)
     before = rng.standard_normal(cache.kv.shape, dtype=np.float32)
-    cache = dataclasses.replace(cache, kv=jnp.asarray(before))
+    cache = filled(cache, before)
     nothing = np.zeros(5, np.int32)
     np.testing.assert_array_equal(copy_blocks(cache, nothing, nothing).kv, before)
     # A source without a target is padding too.
     np.testing.assert_array_equal(copy_blocks(cache, nothing + 4, nothing).kv, before)
 
 
-def test_forked_rows_write_on_without_seeing_each_other(rng):
+@pytest.mark.parametrize("pool", [SMALL, Pool("packed", 5, 32, 4)], ids=str)
+def test_forked_rows_write_on_without_seeing_each_other(pool, rng):
     max_seqs, row_ids = 5, (0, 1, 2)
     blocks = core.create_block_state(N, 4, max_seqs, 5)
-    cache = pool(4, jnp.nan)
+    cache = create(pool, np.nan)
     expected = {row: ([], []) for row in row_ids}
 
     def append(blocks, cache, counts):
@@ -154,7 +229,7 @@ def test_forked_rows_write_on_without_seeing_each_other(rng):
         assert allocation.ok
         cache = copy_blocks(cache, allocation.copy_src, allocation.copy_dst)
         placed = [(row, starts[row] + i) for row in row_ids for i in range(counts[row])]
-        keys, values = random_tokens(rng)
+        keys, values = random_tokens(rng, pool)
         for (row, _), key, value in zip(placed, keys, values, strict=False):
             expected[row][0].append(key)
             expected[row][1].append(value)
@@ -169,64 +244,118 @@ def test_forked_rows_write_on_without_seeing_each_other(rng):
     # Rows 0 and 2 write while row 1 only looks on: both copy. Then all write into blocks of
     # their own, row 1 past the end of its block.
     blocks, cache = append(blocks, cache, [1, 0, 1])
-    assert blocks.block_tables[:3, 1].tolist() == [3, 2, 4]
+    assert np.asarray(blocks.block_tables)[:3, 1].tolist() == [3, 2, 4]
     blocks, cache = append(blocks, cache, [1, 4, 2])
     core.audit(blocks)
     for row in row_ids:
         length = len(expected[row][0])
-        read = gather(cache, jnp.int32(1), blocks.block_tables[row], blocks.lengths[row])
+        table = np.asarray(blocks.block_tables)[row]
+        read = read_row(cache, 1, table, length)
         for got, tokens in zip(read, expected[row], strict=True):
             np.testing.assert_array_equal(got[:length], np.stack(tokens))
 
 
-def test_bfloat16_pool_rounds_once(rng):
-    keys, values = random_tokens(rng)
+@pytest.mark.parametrize("pool", [SMALL, Pool("packed", 3, 64, 4)], ids=str)
+def test_bfloat16_pool_rounds_once(pool, rng):
+    keys, values = random_tokens(rng, pool)
     slots = slots_of([3, 1, 7], TOKENS, 4)
-    cache = write(pool(4, dtype="bfloat16"), jnp.int32(0), keys, values, slots)
+    cache = write(create(pool, dtype="bfloat16"), jnp.int32(0), keys, values, slots)
     assert cache.kv.dtype == jnp.bfloat16
     table = np.array([3, 1, 7, 0, 0], np.int32)
-    for got, tokens in zip(
-        gather(cache, jnp.int32(0), table, jnp.int32(12)), (keys, values), strict=True
-    ):
+    for got, tokens in zip(read_row(cache, 0, table, 12), (keys, values), strict=True):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(got[:12], jnp.asarray(tokens, jnp.bfloat16))
+        np.testing.assert_array_equal(got[:12], tokens.astype(jnp.bfloat16))
 
 
-def test_block_bytes_are_those_of_the_arrays():
+@pytest.mark.parametrize(
+    ("pool", "rows", "width"),
+    [
+        (Pool("split", 2, 3, 4), 4, 3),
+        (Pool("packed", 1, 32, 4), 2, 128),
+        (Pool("packed", 2, 64, 4), 2, 128),
+        (Pool("packed", 3, 64, 2), 4, 128),
+        (Pool("packed", 5, 32, 1), 4, 128),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_the_arrays(pool, rows, width):
     for dtype, itemsize in [("float32", 4), ("bfloat16", 2), ("float16", 2)]:
-        cache = core.create_kv_cache(SPEC, N, 4, dtype, "split")
-        width = cache.kv.shape[4]
-        # Layers, keys and values of each head, positions, width.
-        assert cache.block_bytes == 2 * (2 * 2) * 4 * width * itemsize
-        assert cache.kv.nbytes == (N + 1) * cache.block_bytes
-        assert (cache.num_layers, cache.num_blocks, cache.block_size) == (2, N, 4)
-        assert width >= SPEC.head_dim
+        cache = create(pool, dtype=dtype)
+        assert cache.kv.shape == (2, N + 1, rows, pool.block_size, width)
+        assert cache.kv.shape == core.kv_shape(pool.spec, N, pool.block_size, pool.layout)
+        assert cache.token_bytes == 2 * rows * width * itemsize
+        assert cache.block_bytes == pool.block_size * cache.token_bytes
+        assert cache.pool_bytes == cache.kv.nbytes == (N + 1) * cache.block_bytes
+        sizes = (cache.num_layers, cache.num_blocks, cache.block_size)
+        assert sizes == (2, N, pool.block_size)
+        assert (cache.num_kv_heads, cache.head_dim) == (pool.num_kv_heads, pool.head_dim)
 
 
-def test_auto_is_split():
-    auto, split = (core.create_kv_cache(SPEC, N, 4, "float32", name) for name in ("auto", "split"))
+@pytest.mark.parametrize("head_dim", [3, 32, 64, 128])
+def test_auto_is_split(head_dim):
+    spec = CacheSpec(num_layers=2, num_kv_heads=2, head_dim=head_dim)
+    auto, split = (core.create_kv_cache(spec, N, 4, "float32", name) for name in ("auto", "split"))
     assert auto.layout == split.layout == "split"
-    assert auto.kv.shape == split.kv.shape == core.kv_shape(SPEC, N, 4)
+    assert auto.kv.shape == split.kv.shape == core.kv_shape(spec, N, 4)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "layout", "shape"),
+    [
+        (32, "packed", (2, N + 1, 2, 4, 128)),
+        (64, "packed", (2, N + 1, 4, 4, 128)),
+        (40, "split", (2, N + 1, 6, 4, 128)),
+        (128, "split", (2, N + 1, 6, 4, 128)),
+        (192, "split", (2, N + 1, 6, 4, 256)),
+    ],
+)
+def test_auto_on_a_tpu_fills_its_lanes(monkeypatch, head_dim, layout, shape):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    spec = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=head_dim)
+    cache = core.create_kv_cache(spec, N, 4, "bfloat16")
+    assert (cache.layout, cache.kv.shape) == (layout, shape)
+
+
+def test_rows_wider_than_a_head_are_read_and_written(monkeypatch, rng):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    pool = Pool("split", 2, 40, 4)
+    cache = create(pool)
+    assert cache.kv.shape[4] == 128
+    cache = filled(cache, np.full(cache.kv.shape, np.nan, np.float32))
+    keys, values = random_tokens(rng, pool)
+    cache = write(cache, jnp.int32(0), keys, values, slots_of([3, 1, 7], TOKENS, 4))
+    read = read_row(cache, 0, np.array([3, 1, 7, 0, 0], np.int32), 12)
+    for got, expected in zip(read, (keys, values), strict=True):
+        np.testing.assert_array_equal(got[:12], expected)
 
 
 def test_unknown_layout_is_refused():
     with pytest.raises(ValueError, match="layout \\('pakced'\\) must be 'auto', 'split'"):
-        core.create_kv_cache(SPEC, N, 4, "float32", "pakced")
+        core.create_kv_cache(SMALL.spec, N, 4, "float32", "pakced")
 
 
-@pytest.mark.parametrize("layout", ["packed", "latent"])
-def test_layouts_not_built_are_refused(layout):
+@pytest.mark.parametrize("head_dim", [3, 16, 40, 128])
+def test_packed_refuses_heads_that_do_not_fill_a_row(head_dim):
+    spec = CacheSpec(num_layers=2, num_kv_heads=2, head_dim=head_dim)
+    message = f"head_dim \\({head_dim}\\) must be one of \\(32, 64\\) in layout 'packed'"
+    with pytest.raises(ValueError, match=message):
+        core.create_kv_cache(spec, N, 4, "float32", "packed")
+    with pytest.raises(ValueError, match=message):
+        core.kv_shape(spec, N, 4, "packed")
+
+
+def test_layouts_not_built_are_refused():
     with pytest.raises(NotImplementedError, match="is not built yet; use 'split'"):
-        core.create_kv_cache(SPEC, N, 4, "float32", layout)
+        core.create_kv_cache(SMALL.spec, N, 4, "float32", "latent")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64"])
 def test_dtypes_not_built_are_refused(dtype):
     with pytest.raises(NotImplementedError, match="float32, bfloat16, float16"):
-        core.create_kv_cache(SPEC, N, 4, dtype)
+        core.create_kv_cache(SMALL.spec, N, 4, dtype)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (8, 0)])
 def test_sizes_below_1_are_refused(num_blocks, block_size):
     with pytest.raises(ValueError, match="must be at least 1"):
-        core.create_kv_cache(SPEC, num_blocks, block_size, "float32")
+        core.create_kv_cache(SMALL.spec, num_blocks, block_size, "float32")

@@ -37,6 +37,7 @@ class Case:
     query_lens: tuple[int, ...]
     table_width: int
     dtype: str = "float32"
+    layout: str = "split"
 
     def with_lens(self, context_lens: tuple[int, ...], query_lens: tuple[int, ...]) -> "Case":
         """Other lengths in the same shapes: nothing compiles again if the tokens are as many."""
@@ -50,6 +51,7 @@ class Inputs:
     decode_q: np.ndarray  # [R, H, D]
     prefill_q: np.ndarray  # [T + PADDING_TOKENS, H, D]
     cache: KVCache
+    split_kv: np.ndarray  # [L, N+1, 2K, P, D], what the pool holds: row 2h keys, 2h+1 values of h
     block_tables: np.ndarray  # i32[R, M]
     context_lens: np.ndarray  # i32[R]
     query_starts: np.ndarray  # i32[R+1]
@@ -122,6 +124,31 @@ CASES = (
         query_lens=(2, 70, 0, 66, 64),
         table_width=39,
     ),
+    # Two heads a row, of which the last has one; a length of more than one chunk of 128 tokens.
+    Case(
+        name="packed_block16_group2_d64",
+        layout="packed",
+        block_size=16,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=64,
+        context_lens=(15, 130, 16, 17, 1),
+        query_lens=(15, 9, 3, 2, 1),
+        table_width=9,
+    ),
+    # Four heads a row, of which the last has one.
+    Case(
+        name="packed_block4_group1_d32_bf16",
+        layout="packed",
+        block_size=4,
+        num_heads=5,
+        num_kv_heads=5,
+        head_dim=32,
+        context_lens=(3, 4, 0, 5, 21),
+        query_lens=(3, 1, 0, 2, 6),
+        table_width=6,
+        dtype="bfloat16",
+    ),
 )
 
 
@@ -132,12 +159,16 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     num_blocks = rows * case.table_width
     # Every table entry has its own block, so those past the length name poisoned ones.
     tables = 1 + rng.permutation(num_blocks).reshape(rows, case.table_width)
-    kv_rows = 2 * case.num_kv_heads
-    kv = np.full((LAYERS, num_blocks + 1, kv_rows, size, case.head_dim), poison, np.float32)
+    heads_per_row = 128 // case.head_dim if case.layout == "packed" else 1
+    # Heads that fill up the last row are zero where a token was written.
+    kv_rows, missing = 2 * case.num_kv_heads, 2 * (-case.num_kv_heads % heads_per_row)
+    kv = np.full((LAYERS, num_blocks + 1, kv_rows + missing, size, case.head_dim), poison)
     for row, length in enumerate(case.context_lens):
         live = rng.standard_normal((case.table_width * size, kv_rows, case.head_dim))
+        live = np.pad(live, [(0, 0), (0, missing), (0, 0)])
         for t in range(length):
             kv[LAYER, tables[row, t // size], :, t % size] = live[t]
+    kv = kv.astype(dtype)
     tokens = sum(case.query_lens)
     width = (case.num_heads, case.head_dim)
     prefill_q = rng.standard_normal((tokens + PADDING_TOKENS, *width))
@@ -147,9 +178,10 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     return Inputs(
         decode_q=decode_q.astype(dtype),
         prefill_q=prefill_q.astype(dtype),
+        split_kv=kv[:, :, :kv_rows],
         cache=KVCache(
-            kv=jnp.asarray(kv.astype(dtype)),
-            layout="split",
+            kv=jnp.asarray(side_by_side(kv, heads_per_row)),
+            layout=case.layout,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
         ),
@@ -157,3 +189,11 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
         context_lens=np.array(case.context_lens, np.int32),
         query_starts=np.array([0, *np.cumsum(case.query_lens)], np.int32),
     )
+
+
+def side_by_side(kv: np.ndarray, heads_per_row: int) -> np.ndarray:
+    """[L, N+1, 2K, P, D] with the keys, and then the values, of several heads in one row."""
+    layers, blocks, kv_rows, size, width = kv.shape
+    rows = kv.reshape(layers, blocks, -1, heads_per_row, 2, size, width)
+    rows = rows.transpose(0, 1, 2, 4, 5, 3, 6)  # [L, N+1, row, half, P, lane, D]
+    return rows.reshape(layers, blocks, kv_rows // heads_per_row, size, heads_per_row * width)

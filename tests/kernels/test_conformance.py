@@ -74,7 +74,7 @@ def expected_prefill(inputs: Inputs) -> np.ndarray:
 def reference(q: np.ndarray, inputs: Inputs, query_starts: np.ndarray) -> np.ndarray:
     out = attention_reference(
         jnp.asarray(q),
-        inputs.cache.kv,
+        jnp.asarray(inputs.split_kv),
         LAYER,
         inputs.block_tables,
         inputs.context_lens,
