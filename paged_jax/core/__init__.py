@@ -30,7 +30,7 @@ from paged_jax.core.state import (
     translate,
 )
 from paged_jax.core.storage import restore_cache, save_cache, swap_in, swap_out
-from paged_jax.core.tags import check_tags, make_tags, with_tags, write_tags
+from paged_jax.core.tags import check_tags, expected_tags, make_tags, with_tags, write_tags
 
 __all__ = [
     "FAULT_FREE_BLOCK",
@@ -55,6 +55,7 @@ __all__ = [
     "create_block_state",
     "create_kv_cache",
     "describe",
+    "expected_tags",
     "fit",
     "fork",
     "free",

@@ -68,13 +68,18 @@ class _View:
         """Blocks that a row holds."""
         return min(-(-int(self.lengths[row]) // self.size), self.tables.shape[1])
 
+    def count(self, block: int) -> int:
+        """References of a block; 0 for an id that is none."""
+        return int(self.counts[block]) if 0 <= block < len(self.counts) else 0
+
     def filled(self, lengths: np.ndarray) -> int:
         """Slots of used blocks that rows of these lengths fill, a shared block counted once."""
         filled = np.where(self.external > 0, self.size, 0)  # others hold whole blocks
         for row, length in enumerate(lengths.tolist()):
             ids = self.tables[row, : self.held(row)]
             inside = np.clip(length - np.arange(len(ids)) * self.size, 0, self.size)
-            np.maximum.at(filled, ids, inside)
+            is_block = (ids >= 0) & (ids < len(filled))
+            np.maximum.at(filled, ids[is_block], inside[is_block])
         return int(filled[1:].sum())
 
     def pool_lines(self) -> list[str]:
@@ -106,7 +111,7 @@ class _View:
     def row_lines(self, row: int) -> list[str]:
         """Where each position of a row lies, and where its next token goes."""
         length = int(self.lengths[row])
-        head = f"row {row}: {length} tokens in {self.held(row)} blocks"
+        head = f"row {row}: {_number(length, 'token')} in {_number(self.held(row), 'block')}"
         if self.written[row] < length:
             head += f", of them {length - int(self.written[row])} reserved"
         lines = [f"{head}; {self._next(row)}"]
@@ -119,7 +124,7 @@ class _View:
             others = [owner for owner in self.owners[block] if owner != f"row {row} [{logical}]"]
             lines.append(
                 f"  {logical:<7}  {_span(first, end - 1):<11}  {block:<5}  {_span(*slots):<13}  "
-                f"{self.counts[block]:<5}  {', '.join(others)}{self._wrong(block)}".rstrip()
+                f"{self.count(block):<5}  {', '.join(others)}{self._wrong(block)}".rstrip()
             )
         return lines
 
@@ -132,7 +137,7 @@ class _View:
         text = f"block {block}: count {self.counts[block]}, "
         text += f"held by {', '.join(owners)}" if owners else "held by nobody"
         for place in depth.tolist():
-            text += f", free (to be handed out after {place} others)"
+            text += f", free (to be handed out after {_number(place, 'other')})"
         return text + self._wrong(block)
 
     def _next(self, row: int) -> str:
@@ -144,22 +149,28 @@ class _View:
         if not offset:
             return f"position {length} takes a new block"
         block = int(self.tables[row, logical])
-        count = self.counts[block]
+        count = self.count(block)
         how = "in place" if count <= 1 else f"after a copy (count {count})"
         return f"position {length} goes to block {block}, offset {offset}, {how}"
 
     def _wrong(self, block: int) -> str:
         """A mark on blocks whose count, owners and free stack contradict each other."""
+        if block == 0:
+            return "  <- WRONG: the null block"
+        if not 0 < block < len(self.counts):
+            return "  <- WRONG: no such block"
         owners = len([owner for owner in self.owners.get(block, []) if owner.startswith("row")])
         owners += int(self.external[block])
         is_free = bool(np.any(self.stack == block))
-        if block == 0:
-            return "  <- WRONG: the null block"
         if self.counts[block] != owners:
             return f"  <- WRONG: count {self.counts[block]}, {owners} owners"
         if is_free == (owners > 0):
             return "  <- WRONG: owned and free" if is_free else "  <- WRONG: neither owned nor free"
         return ""
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _span(first: int, last: int) -> str:

@@ -152,7 +152,7 @@ def retain(state: BlockState, block_ids: jax.Array) -> BlockState:
     """
     ids, is_named, fault = _named_blocks(state, block_ids)
     is_owned = state.refcounts[ids] > 0
-    fault |= jnp.any(is_named & ~is_owned) * FAULT_FREE_BLOCK
+    fault |= jnp.where(jnp.any(is_named & ~is_owned), FAULT_FREE_BLOCK, 0)
     target = jnp.where(is_named & is_owned, ids, state.num_blocks + 1)
     state = _fault(state, fault)
     return dataclasses.replace(state, refcounts=state.refcounts.at[target].add(1, mode="drop"))
@@ -173,7 +173,7 @@ def release(state: BlockState, block_ids: jax.Array) -> BlockState:
     place = jnp.arange(ids.shape[0]) - jnp.searchsorted(in_order, in_order, side="left")
     naming = jnp.zeros_like(ids).at[order].set(place.astype(jnp.int32)) + 1
     count = state.refcounts[ids]
-    fault |= jnp.any(is_named & (naming > count)) * FAULT_FREE_BLOCK
+    fault |= jnp.where(jnp.any(is_named & (naming > count)), FAULT_FREE_BLOCK, 0)
     is_released = is_named & (naming <= count)
     is_freed = is_released & (naming == count)
     out = state.num_blocks + 1
@@ -207,7 +207,7 @@ def _named_blocks(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """i32[B] ids with 0 for what is not one, bool[B] which are, i32[] fault bits."""
     in_range = (block_ids > 0) & (block_ids <= state.num_blocks)
-    fault = jnp.any(~in_range & (block_ids != 0)) * FAULT_OUT_OF_RANGE
+    fault = jnp.where(jnp.any(~in_range & (block_ids != 0)), FAULT_OUT_OF_RANGE, 0)
     return jnp.where(in_range, block_ids, 0).astype(jnp.int32), in_range, fault
 
 

@@ -43,11 +43,14 @@ def swap_in(cache: KVCache, ids: ArrayLike, image: KVCache) -> KVCache:
     Args:
       ids: i32[B], blocks to write, in the order of the image; 0 is padding.
       image: From `swap_out`.
-    Raises: ValueError when the image does not belong to this model or block size.
+    Raises: ValueError when the image does not belong to this model or block size, or has another
+      number of blocks than there are ids.
     """
-    _check_image(cache, image)
-    blocks = _convert(image, cache)
     ids = jnp.asarray(ids, jnp.int32)
+    _check_image(cache, image, ids.shape[0])
+    blocks = _convert(image, cache)
+    # An id below 0 would wrap to the last block; it is dropped as one above N is.
+    ids = jnp.where(ids < 0, cache.num_blocks + 1, ids)
     tags = cache.tags
     if tags is not None:
         tags = tags.at[ids].set(0 if image.tags is None else image.tags, mode="drop")
@@ -103,7 +106,7 @@ def restore_cache(
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
-    if not (path / "meta").is_dir():
+    if not all((path / item).is_dir() for item in ("blocks", "kv", "meta")):
         raise ValueError(f"path ({path}) must be a directory that save_cache wrote")
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         read = checkpointer.restore(
@@ -115,8 +118,10 @@ def restore_cache(
             ),
         )
     meta = read["meta"]
-    if meta["format"] != FORMAT:
-        raise ValueError(f"{path} has format {meta['format']}; this version reads {FORMAT}")
+    if meta.get("format") != FORMAT:
+        raise ValueError(
+            f"path ({path}) has format {meta.get('format')}; this version reads {FORMAT}"
+        )
     arrays = {name: jnp.asarray(read["blocks"][name]) for name in _BLOCK_ARRAYS}
     blocks = BlockState(**arrays, block_size=meta["block_size"])
     heads = {"num_kv_heads": meta["num_kv_heads"], "head_dim": meta["head_dim"]}
@@ -160,7 +165,9 @@ def _convert(image: KVCache, like: KVCache) -> jax.Array:
     return jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
 
 
-def _check_image(cache: KVCache, image: KVCache) -> None:
+def _check_image(cache: KVCache, image: KVCache, num_ids: int) -> None:
+    if image.kv.shape[1] != num_ids:
+        raise ValueError(f"ids ({num_ids}) must be as many as image blocks ({image.kv.shape[1]})")
     for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
         theirs, ours = getattr(image, name), getattr(cache, name)
         if theirs != ours:

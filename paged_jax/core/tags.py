@@ -6,13 +6,12 @@ than it wrote reads somebody else's keys and values: the block was reused, alias
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from paged_jax.core.audit import AuditError
 from paged_jax.core.kv import KVCache
@@ -26,21 +25,29 @@ def with_tags(cache: KVCache) -> KVCache:
     )
 
 
-def make_tags(owners: ArrayLike, positions: ArrayLike) -> jax.Array:
-    """i32, a hash of owner and position that is never 0.
+def make_tags(owners: jax.Array, positions: jax.Array) -> jax.Array:
+    """i32[T], a hash of owner and position that is never 0.
 
     Args:
       owners: i32[T], a number for whoever writes the token, such as a request.
       positions: i32[T].
     """
-    owners = jnp.asarray(owners).astype(jnp.uint32)
-    positions = jnp.asarray(positions).astype(jnp.uint32)
-    # Knuth's multiplicative hash on each word, then the 32-bit finaliser of MurmurHash3.
-    mixed = owners * jnp.uint32(2654435761) ^ (positions * jnp.uint32(2246822519) + jnp.uint32(1))
-    mixed = (mixed ^ (mixed >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-    mixed = (mixed ^ (mixed >> jnp.uint32(16))) | jnp.uint32(1)
+    mixed = _mix(owners.astype(jnp.uint32), positions.astype(jnp.uint32), jnp.uint32)
     return jax.lax.bitcast_convert_type(mixed, jnp.int32)
+
+
+def expected_tags(owner: int, positions: np.ndarray) -> list[int]:
+    """The tags of one owner at host positions: `make_tags` without a device."""
+    owners = np.full(positions.shape, owner).astype(np.uint32)
+    return _mix(owners, positions.astype(np.uint32), np.uint32).view(np.int32).tolist()
+
+
+def _mix(owners: Any, positions: Any, u32: Callable[[int], Any]) -> Any:
+    """Knuth's multiplicative hash on each word, then the 32-bit finaliser of MurmurHash3."""
+    mixed = owners * u32(2654435761) ^ (positions * u32(2246822519) + u32(1))
+    mixed = (mixed ^ (mixed >> u32(16))) * u32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> u32(13))) * u32(0xC2B2AE35)
+    return (mixed ^ (mixed >> u32(16))) | u32(1)
 
 
 def write_tags(cache: KVCache, slots: jax.Array, tags: jax.Array) -> KVCache:
@@ -65,6 +72,10 @@ def check_tags(cache: KVCache, state: BlockState, expected: Sequence[Sequence[in
     """
     if cache.tags is None:
         raise ValueError("the pool has no tags; add them with with_tags")
+    if len(expected) != state.max_seqs:
+        raise ValueError(
+            f"expected ({len(expected)}) must have an entry per row ({state.max_seqs})"
+        )
     tags, tables = np.asarray(cache.tags), np.asarray(state.block_tables)
     lengths, size = np.asarray(state.lengths), state.block_size
     for row, wanted in enumerate(expected):

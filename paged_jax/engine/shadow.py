@@ -13,7 +13,7 @@ from paged_jax.plan import Plan
 
 
 class Shadow:
-    """Tags per row, and per block that an owner other than a row holds."""
+    """Tags per row, and per block that was shared or retained."""
 
     def __init__(self, num_blocks: int, max_seqs: int, block_size: int) -> None:
         self.external = np.zeros(num_blocks + 1, np.int32)
@@ -30,13 +30,20 @@ class Shadow:
           ledger: Before the plan is applied to it.
         """
         np.subtract.at(self.external, list(plan.release_ids), 1)
+        for block in plan.release_ids:
+            if not self.external[block]:
+                self._retained.pop(block, None)
         for block in plan.retain_ids:
-            self._retain(block, ledger)
+            self.external[block] += 1
+            self._retained[block] = self._contents(block, ledger)
+        shared = [
+            [tag for block in block_ids for tag in self._contents(block, ledger)][:num_tokens]
+            for _, block_ids, num_tokens in plan.shares
+        ]
         for row in plan.free_rows:
             self._rows[row] = []
-        for row, block_ids, num_tokens in plan.shares:
-            tags = [tag for block in block_ids for tag in self._retained[block]]
-            self._rows[row] = tags[:num_tokens]
+        for (row, *_), tags in zip(plan.shares, shared, strict=True):
+            self._rows[row] = tags
         for parent, child in plan.forks:
             self._rows[child] = list(self._rows[parent])
         before = list(self._rows)
@@ -47,16 +54,17 @@ class Shadow:
         for segment, owner in zip(plan.segments, owners, strict=True):
             tags = self._rows[segment.row]
             positions = np.arange(len(tags), len(tags) + segment.num_tokens)
-            tags += np.asarray(core.make_tags(np.int32(owner), positions)).tolist()
+            tags += core.expected_tags(owner, positions)
 
     def check(self, kv: KVCache, blocks: BlockState) -> None:
         """Raises AuditError when a row reads a slot that it did not write."""
         core.check_tags(kv, blocks, self._rows)
 
-    def _retain(self, block: int, ledger: Ledger) -> None:
-        """Remembers what a block holds; one that no row holds was retained before."""
-        self.external[block] += 1
+    def _contents(self, block: int, ledger: Ledger) -> list[int]:
+        """The tags of a block: of whoever reads most of it, or as it was when it was retained."""
+        known = [self._retained.get(block, [])]
         for row, table in enumerate(ledger.tables):
             if block in table:
                 start = table.index(block) * self._block_size
-                self._retained[block] = self._rows[row][start : start + self._block_size]
+                known.append(self._rows[row][start : start + self._block_size])
+        return max(known, key=len)
