@@ -60,8 +60,9 @@ class Ledger:
     def allocate(self, new_tokens: Mapping[int, int]) -> LedgerAllocation:
         """Makes room for more tokens per row, for all rows or for none; see core's `allocate`.
 
-        Raises: ValueError for a negative number of tokens.
+        Raises: ValueError for a row out of range or a negative number of tokens.
         """
+        self._check_rows(*new_tokens)
         negative = [row for row, count in new_tokens.items() if count < 0]
         if negative:
             raise ValueError(f"new_tokens of row {negative[0]} must be at least 0")
@@ -88,15 +89,21 @@ class Ledger:
         return LedgerAllocation(ok=True, copies=copies, num_new=total)
 
     def free(self, rows: Iterable[int]) -> None:
-        """Drops rows; see core's `free`."""
+        """Drops rows; see core's `free`.
+
+        Raises: ValueError for a row out of range.
+        """
+        rows = list(rows)
+        self._check_rows(*rows)
         for row in sorted(set(rows)):
             self._shorten(row, 0)
 
     def truncate(self, lengths: Mapping[int, int]) -> None:
         """Shortens rows to `lengths` where that is less than now; see core's `truncate`.
 
-        Raises: ValueError for a negative length.
+        Raises: ValueError for a row out of range or a negative length.
         """
+        self._check_rows(*lengths)
         negative = [row for row, length in lengths.items() if length < 0]
         if negative:
             raise ValueError(f"length of row {negative[0]} must be at least 0")
@@ -116,13 +123,15 @@ class Ledger:
         """Lets an empty row adopt blocks that others own; see core's `share`.
 
         Raises: ValueError for a row out of range or with tokens, a block that nobody owns, or ids
-          that are not as many as the tokens fill.
+          that repeat or are not as many as the tokens fill.
         """
         self._check_rows(row)
         if not 0 <= num_tokens <= self.max_blocks_per_seq * self.block_size:
             raise ValueError(f"num_tokens ({num_tokens}) must be what a row can hold")
         if len(block_ids) != ceil_div(num_tokens, self.block_size):
             raise ValueError(f"block_ids ({len(block_ids)}) must be as many as the tokens fill")
+        if len(set(block_ids)) < len(block_ids):
+            raise ValueError(f"block_ids {list(block_ids)} must not name a block twice")
         self._check_owned(block_ids)
         self._adopt(row, block_ids, num_tokens)
 
@@ -166,7 +175,14 @@ class Ledger:
             self._drop(block)
 
     def apply(self, plan: Plan) -> LedgerAllocation:
-        """Applies a plan, in its order, as the device does."""
+        """Applies a plan, in its order, as the device does.
+
+        Raises: ValueError for a part that breaks a rule of its transition, or that reindexes or
+          truncates a row twice.
+        """
+        for part in (plan.reindexed, plan.truncated):
+            if len(dict(part)) < len(part):
+                raise ValueError(f"a plan must not change a row twice: {part}")
         self.free(plan.free_rows)
         self.release(plan.release_ids)
         self.retain(plan.retain_ids)

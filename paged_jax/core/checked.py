@@ -38,7 +38,7 @@ _RULES = {
     "tokens of a row 0..{most_tokens}",
     FAULT_OCCUPIED: "names a row that holds tokens; free it first",
     FAULT_FREE_BLOCK: "names a block that nobody owns",
-    FAULT_REPEATED: "names a row twice",
+    FAULT_REPEATED: "names a row or block twice",
 }
 
 
@@ -80,7 +80,7 @@ def share(
     """See `paged_jax.core.share`. Raises: ValueError for a fault."""
     entries = {
         "rows": _ints(rows, "rows"),
-        "block_ids": _ints(block_ids, "block_ids"),
+        "block_ids": _ints(block_ids, "block_ids", ndim=2),
         "num_tokens": _ints(num_tokens, "num_tokens"),
     }
     return _check("share", _share, state, entries, padding=state.max_seqs)
@@ -104,13 +104,18 @@ def release(state: BlockState, block_ids: ArrayLike) -> BlockState:
     return _check("release", _release, state, entries, padding=0)
 
 
-def _ints(values: ArrayLike, name: str, size: int | None = None) -> jax.Array:
-    array = jnp.asarray(values)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
+def _ints(values: ArrayLike, name: str, size: int | None = None, *, ndim: int = 1) -> jax.Array:
+    array = np.asarray(values)
+    if not np.issubdtype(array.dtype, np.integer) and array.size:
         raise ValueError(f"{name} must be integers, not {array.dtype}")
+    if array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, not shape {array.shape}")
     if size is not None and array.shape != (size,):
         raise ValueError(f"{name} must have one entry per row ({size}), not shape {array.shape}")
-    return array.astype(jnp.int32)
+    limits = np.iinfo(np.int32)
+    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        raise ValueError(f"{name} must fit 32 bits")
+    return jnp.asarray(array.astype(np.int32))
 
 
 def _check(

@@ -52,6 +52,7 @@ def fork(state: BlockState, parents: jax.Array, children: jax.Array) -> BlockSta
       children: i32[F], empty rows; S is padding.
     """
     max_seqs = state.max_seqs
+    parents, children = jnp.asarray(parents), jnp.asarray(children)
 
     def body(i, state: BlockState) -> BlockState:
         parent, child = parents[i], children[i]
@@ -72,14 +73,19 @@ def share(
     """Lets empty rows adopt blocks that others own, as the prefix cache hands them out.
 
     Faults: a row or block out of range, more tokens than a row holds, a row that holds tokens, a
-    block that nobody owns.
+    block that nobody owns, a block named twice for one row.
 
     Args:
       rows: i32[F], empty rows; S is padding.
       block_ids: i32[F, M], blocks in logical order; those past `ceil(num_tokens / P)` are ignored.
       num_tokens: i32[F], tokens that each row holds then.
+    Raises: ValueError when `block_ids` is not [F, M].
     """
     size, width = state.block_size, state.max_blocks_per_seq
+    rows, block_ids = jnp.asarray(rows), jnp.asarray(block_ids)
+    num_tokens = jnp.asarray(num_tokens)
+    if block_ids.shape != (rows.shape[0], width):
+        raise ValueError(f"block_ids {block_ids.shape} must have shape {(rows.shape[0], width)}")
     logical = jnp.arange(width, dtype=jnp.int32)
 
     def body(i, state: BlockState) -> BlockState:
@@ -89,7 +95,10 @@ def share(
         in_range = (ids > 0) & (ids <= state.num_blocks)
         is_owned = state.refcounts[jnp.where(in_range, ids, 0)] > 0
         is_valid = jnp.all(in_range | ~used) & (length >= 0) & (length <= width * size)
+        in_order = jnp.sort(ids)
+        is_repeated = jnp.any((in_order[1:] == in_order[:-1]) & (in_order[1:] > 0))
         fault = jnp.where(jnp.all(is_owned | ~used), 0, FAULT_FREE_BLOCK)
+        fault |= jnp.where(is_repeated, FAULT_REPEATED, 0)
         fault = jnp.where(is_valid, fault, FAULT_OUT_OF_RANGE)
         return _adopt(state, rows[i], ids, length, fault)
 
@@ -107,6 +116,8 @@ def reindex(state: BlockState, rows: jax.Array, sources: jax.Array) -> BlockStat
       rows: i32[F], rows to replace; S is padding.
       sources: i32[F], rows to take the table and length of; S is padding.
     """
+    if not rows.shape[0]:
+        return state
     max_seqs = state.max_seqs
     is_padding = (rows == max_seqs) | (sources == max_seqs)
     in_range = (rows >= 0) & (rows < max_seqs) & (sources >= 0) & (sources < max_seqs)
@@ -170,8 +181,9 @@ def release(state: BlockState, block_ids: jax.Array) -> BlockState:
     # Which naming of its block an entry is, from 1: its place among equal ids in stable order.
     order = jnp.argsort(ids, stable=True)
     in_order = ids[order]
-    place = jnp.arange(ids.shape[0]) - jnp.searchsorted(in_order, in_order, side="left")
-    naming = jnp.zeros_like(ids).at[order].set(place.astype(jnp.int32)) + 1
+    first = jnp.searchsorted(in_order, in_order, side="left").astype(jnp.int32)
+    place = jnp.arange(ids.shape[0], dtype=jnp.int32) - first
+    naming = jnp.zeros_like(ids).at[order].set(place) + 1
     count = state.refcounts[ids]
     fault |= jnp.where(jnp.any(is_named & (naming > count)), FAULT_FREE_BLOCK, 0)
     is_released = is_named & (naming <= count)

@@ -26,7 +26,7 @@ FAULT_OCCUPIED = 2
 FAULT_FREE_BLOCK = 4
 """A share, retain or release of a block that nobody owns."""
 FAULT_REPEATED = 8
-"""A reindex that names a row twice."""
+"""A reindex that names a row twice, or a share that names a block twice for one row."""
 
 REASON_OUT_OF_BLOCKS = 1
 REASON_ROW_TOO_LONG = 2

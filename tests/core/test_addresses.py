@@ -1,6 +1,7 @@
 """What a state promises, where its tokens lie, and how it is traced."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +11,32 @@ import pytest
 from paged_jax import core
 from paged_jax.core import BlockState
 from tests.core.transitions import (
+    COMPILED,
+    ENTRIES,
+    IDS,
     TRACES,
     M,
+    N,
     P,
     S,
     allocate,
+    assert_same,
     fit,
     fork,
     free,
-    free_rows,
     fresh,
     grow,
     ledger_of,
     needed,
+    padded,
     per_row,
     random_state,
+    reindex,
+    release,
+    retain,
+    retained_state,
+    share,
+    share_arrays,
     shared_state,
     slot_mapping,
     translate,
@@ -131,59 +143,110 @@ def test_values_never_retrace():
         fit(state, new_tokens)
         needed(state, new_tokens)
         state, _ = allocate(state, new_tokens)
-        state = truncate(fork(state, (row, row + 1)), r0=count - 1)
+        state = truncate(fork(state, (row, row + 1)), r0=max(1, count - 1))
         rows = np.full(8, row, np.int32)
         slot_mapping(state, rows, np.arange(8, dtype=np.int32))
         translate(state, np.int32(row), np.arange(3, dtype=np.int32))
-        return free(state, row)
+        block = int(state.block_tables[row, 0])
+        state = free(retain(state, *[block] * count), row)
+        state = reindex(share(state, (row, [block], 1)), (row, row + 1), (row + 1, row))
+        return free(release(state, *[block] * count), row, row + 1)
 
     state = use_all(state, 0, 5)
     before = TRACES.copy()
-    assert len(before) == 8
-    for row, count in [(1, 3), (2, 16), (3, 9), (0, 1)]:
+    assert len(before) == 12
+    for row, count in [(1, 3), (2, 6), (3, 4), (0, 1)]:
         state = use_all(state, row, count)
     assert before == TRACES
+    core.audit(state)
+    assert state.num_free == N
 
 
 def test_transitions_map_over_a_batch_of_states(rng):
-    states = [random_state(rng) for _ in range(3)]
+    states, retained = zip(*[retained_state(rng) for _ in range(3)], strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     new_tokens = rng.integers(0, 7, (3, S), dtype=np.int32)
     rows = rng.random((3, S)) < 0.5
+    rows[:, S - 1] = True  # empty, and so free to share
+    entries = [share_arrays((S - 1, blocks, len(blocks) * P)) for blocks in retained]
+    shares = [np.stack(arrays) for arrays in zip(*entries, strict=True)]
+    # Some of these are out of range, padding, or name a block that nobody owns.
+    pairs = rng.integers(0, S + 2, (3, 2, ENTRIES), dtype=np.int32)
+    ids = np.array([padded([*blocks, 0, int(rng.integers(N + 2))], IDS, 0) for blocks in retained])
 
-    @jax.jit
-    @jax.vmap
-    def both(state: BlockState, new_tokens: jax.Array, rows: jax.Array):
-        grown, allocation = core.allocate(state, new_tokens)
-        return grown, allocation, core.free(grown, rows)
+    def use_all(apply, state, new_tokens, rows, shares, pairs, ids):
+        grown, allocation = apply["allocate"](state, new_tokens)
+        freed = apply["free"](grown, rows)
+        shared = apply["share"](freed, *shares)
+        moved = apply["fork"](apply["reindex"](apply["retain"](shared, ids), *pairs), *pairs)
+        released = apply["truncate"](apply["release"](moved, ids), new_tokens)
+        return grown, allocation, freed, shared, moved, released
 
-    results = both(batch, new_tokens, rows)
-    oks = []
+    plain = {name: getattr(core, name) for name in COMPILED}
+    mapped = jax.jit(jax.vmap(functools.partial(use_all, plain)))
+    args = (new_tokens, rows, shares, pairs, ids)
+    results = mapped(batch, *args)
+    oks, faults = [], []
     for i, state in enumerate(states):
-        grown, allocation = allocate(state, new_tokens[i])
-        one = grown, allocation, free_rows(grown, rows[i])
+        one = use_all(COMPILED, state, *jax.tree.map(lambda array, i=i: array[i], args))
         batched = jax.tree.map(lambda leaf, i=i: leaf[i], results)
         jax.tree.map(np.testing.assert_array_equal, batched, one)
-        oks.append(bool(allocation.ok))
+        oks.append(bool(one[1].ok))
+        faults.append(int(one[-1].faults))
     assert len(set(oks)) == 2, "one state should be short of blocks and another not"
+    assert len(set(faults)) > 1, "faults of one state must not reach another"
 
 
-@pytest.mark.parametrize(
-    "transition",
-    [
-        lambda state, ids, mask: core.allocate(state, ids),
-        lambda state, ids, mask: core.allocate(state, ids, max_new_blocks=2),
-        lambda state, ids, mask: core.free(state, mask),
-        lambda state, ids, mask: core.fork(state, ids, ids),
-        lambda state, ids, mask: core.truncate(state, ids),
-        lambda state, ids, mask: core.needed(state, ids),
-        lambda state, ids, mask: core.slot_mapping(state, ids, ids),
-        lambda state, ids, mask: core.translate(state, ids, ids),
-    ],
-    ids=["allocate", "bounded", "free", "fork", "truncate", "needed", "slot_mapping", "translate"],
-)
-def test_dtypes_stay_32_bit_under_x64(transition):
+TRANSITIONS = {
+    "allocate": lambda state, ids, mask: core.allocate(state, ids),
+    "bounded": lambda state, ids, mask: core.allocate(state, ids, max_new_blocks=2),
+    "free": lambda state, ids, mask: core.free(state, mask),
+    "fork": lambda state, ids, mask: core.fork(state, ids, ids),
+    "share": lambda state, ids, mask: core.share(state, ids, jnp.zeros((S, M), jnp.int32), ids),
+    "reindex": lambda state, ids, mask: core.reindex(state, ids, ids),
+    "retain": lambda state, ids, mask: core.retain(state, ids),
+    "release": lambda state, ids, mask: core.release(state, ids),
+    "truncate": lambda state, ids, mask: core.truncate(state, ids),
+    "needed": lambda state, ids, mask: core.needed(state, ids),
+    "fit": lambda state, ids, mask: core.fit(state, ids),
+    "slot_mapping": lambda state, ids, mask: core.slot_mapping(state, ids, ids),
+    "translate": lambda state, ids, mask: core.translate(state, ids, ids),
+}
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_dtypes_stay_32_bit_under_x64(name):
     with jax.enable_x64(True):
         ids, mask = np.zeros(S, np.int32), np.zeros(S, bool)
-        leaves = jax.tree.leaves(jax.eval_shape(transition, fresh(), ids, mask))
+        leaves = jax.tree.leaves(jax.eval_shape(TRANSITIONS[name], fresh(), ids, mask))
     assert {leaf.dtype.itemsize for leaf in leaves} <= {1, 4}
+
+
+def test_history_is_the_same_under_x64():
+    def history():
+        state, states = fresh(), []
+        for transition in [
+            lambda state: grow(state, 6, 9),
+            lambda state: fork(state, (0, 2), (1, 4)),
+            lambda state: retain(state, 1, 2, 2, 4),
+            lambda state: grow(state, 1, 1, 1),
+            lambda state: reindex(state, (0, 1), (1, 0), (2, 4)),
+            lambda state: share(state, (3, [4, 2], 6)),
+            lambda state: truncate(state, r1=2, r4=5),
+            lambda state: grow(state, 0, 1, 0, 1),
+            lambda state: release(state, 2, 4, 1),
+            lambda state: free(state, 0, 1, 2, 3),
+            lambda state: free(release(state, 2), 4),
+        ]:
+            state = transition(state)
+            states.append(jax.device_get(state))
+        return states
+
+    with jax.enable_x64(True):
+        wide = history()
+    for one, other in zip(wide, history(), strict=True):
+        assert_same(one, other)
+        leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        assert all(leaf.dtype == expected.dtype for leaf, expected in leaves)
+    core.audit(wide[-1])
+    assert wide[-1].num_free == N

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax import core
+from paged_jax.ledger import Ledger
 from tests.core.transitions import (
     M,
     N,
@@ -22,6 +23,7 @@ from tests.core.transitions import (
     per_row,
     shared_state,
     stack,
+    state_of,
     tables,
     truncate,
 )
@@ -194,6 +196,50 @@ def test_max_new_blocks_bounds_the_call():
     assert bounded_allocation.num_new == 2
     assert_same(bounded, unbounded)
     jax.tree.map(np.testing.assert_array_equal, bounded_allocation, unbounded_allocation)
+
+
+def test_bound_of_no_block_leaves_room_for_tokens_that_need_none():
+    before = grow(fresh(), 6)
+    state, allocation = allocate(before, per_row([2]), max_new_blocks=0)
+    assert allocation.ok
+    assert_same(state, grow(before, 2))
+    for new_tokens in ([3], [0, 1]):
+        state, allocation = allocate(before, per_row(new_tokens), max_new_blocks=0)
+        assert allocation.reason == core.REASON_OUT_OF_BLOCKS
+        assert_same(state, before)
+    # Nor is there one for a copy.
+    shared = fork(before, (0, 1))
+    state, allocation = allocate(shared, per_row([1]), max_new_blocks=0)
+    assert allocation.reason == core.REASON_OUT_OF_BLOCKS
+    assert_same(state, shared)
+
+
+def test_many_rows_of_a_large_pool_get_the_blocks_that_the_ledger_gives_them(rng):
+    # Sums over more than 32 and more than 32 x 32 entries take more than one level.
+    max_seqs, width = 40, 30
+    ledger = Ledger(num_blocks=1100, block_size=2, max_seqs=max_seqs, max_blocks_per_seq=width)
+    copies = 0
+    for _ in range(30):
+        rows = rng.permutation(max_seqs)
+        ledger.free(rows[:3].tolist())
+        ledger.truncate({int(row): int(rng.integers(width)) for row in rows[3:6]})
+        for child in [row for row in range(max_seqs) if not ledger.lengths[row]][:8]:
+            ledger.fork(int(rows[7]), child)
+        most = rng.choice([2, 12, 25])
+        new_tokens = np.where(rng.random(max_seqs) < 0.8, rng.integers(0, most, max_seqs), 0)
+        room = 2 * width - np.array(ledger.lengths)
+        new_tokens = np.minimum(new_tokens, room).astype(np.int32)
+        state, allocation = allocate(state_of(ledger), new_tokens)
+        expected = ledger.allocate(dict(enumerate(new_tokens.tolist())))
+        assert allocation.ok == expected.ok
+        assert allocation.num_new == expected.num_new
+        for row, pair in expected.copies.items():
+            assert (allocation.copy_src[row], allocation.copy_dst[row]) == pair
+        assert np.count_nonzero(allocation.copy_dst) == len(expected.copies)
+        assert_same(state, state_of(ledger))
+        copies += len(expected.copies)
+    assert copies > 10
+    core.audit(state)
 
 
 def test_negative_token_count_sets_a_fault_and_counts_as_none():

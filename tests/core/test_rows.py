@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from paged_jax import core
+from paged_jax.ledger import Ledger
 from tests.core.transitions import (
     N,
     S,
@@ -12,12 +14,15 @@ from tests.core.transitions import (
     counts,
     fork,
     free,
+    free_rows,
     fresh,
     grow,
     shared_state,
     stack,
+    state_of,
     tables,
     truncate,
+    truncate_rows,
 )
 
 
@@ -162,3 +167,53 @@ def test_negative_length_sets_a_fault_and_is_ignored():
     assert after.faults == core.FAULT_OUT_OF_RANGE
     after = dataclasses.replace(after, faults=state.faults)
     assert_same(after, truncate(state, r1=2))
+
+
+def wide_ledger(length: int) -> Ledger:
+    """Row 0 holds 7 tokens and row 2 `length`, one a block, of which row 1 shares up to 200.
+
+    Rows are released 128 blocks at a time, so these take up to three turns.
+    """
+    ledger = Ledger(num_blocks=700, block_size=1, max_seqs=3, max_blocks_per_seq=300)
+    ledger.allocate({0: 100, 2: length})
+    ledger.free([0])  # ids 1 to 100 are on top of the stack again, the highest first
+    ledger.allocate({0: 7})
+    ledger.fork(2, 1)
+    ledger.truncate({1: 200})
+    return ledger
+
+
+WIDTHS = [0, 1, 127, 128, 129, 200, 256, 300]
+
+
+@pytest.mark.parametrize("length", WIDTHS)
+def test_row_of_any_width_is_freed_block_by_block(length):
+    ledger = wide_ledger(length)
+    state = state_of(ledger)
+    for rows in [[2], [0, 1]]:
+        ledger.free(rows)
+        state = free_rows(state, np.isin(np.arange(3), rows))
+        assert_same(state, state_of(ledger))
+    core.audit(state)
+    assert state.num_free == 700
+
+
+@pytest.mark.parametrize("length", WIDTHS)
+def test_row_is_truncated_to_any_width(length):
+    ledger = wide_ledger(300)
+    state = state_of(ledger)
+    for row in (2, 1):
+        ledger.truncate({row: length})
+        state = truncate_rows(state, np.where(np.arange(3) == row, length, 300).astype(np.int32))
+        assert_same(state, state_of(ledger))
+    core.audit(state)
+    assert state.num_free == 693 - max(length, min(length, 200))
+
+
+def test_rows_truncated_together_are_released_one_after_the_other():
+    ledger = wide_ledger(300)
+    state = state_of(ledger)
+    ledger.truncate({0: 3, 1: 129, 2: 128})
+    state = truncate_rows(state, np.array([3, 129, 128], np.int32))
+    assert_same(state, state_of(ledger))
+    core.audit(state)
