@@ -53,6 +53,8 @@ def fork(state: BlockState, parents: jax.Array, children: jax.Array) -> BlockSta
     """
     max_seqs = state.max_seqs
     parents, children = jnp.asarray(parents), jnp.asarray(children)
+    if not parents.shape[0]:
+        return state
 
     def body(i, state: BlockState) -> BlockState:
         parent, child = parents[i], children[i]
@@ -86,6 +88,8 @@ def share(
     num_tokens = jnp.asarray(num_tokens)
     if block_ids.shape != (rows.shape[0], width):
         raise ValueError(f"block_ids {block_ids.shape} must have shape {(rows.shape[0], width)}")
+    if not rows.shape[0]:
+        return state
     logical = jnp.arange(width, dtype=jnp.int32)
 
     def body(i, state: BlockState) -> BlockState:
