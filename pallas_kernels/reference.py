@@ -19,7 +19,12 @@ def attention_reference(
     context_lens: np.ndarray,
     query_starts: np.ndarray,
     sm_scale: float,
-) -> jax.Array:
+    *,
+    scales: jax.Array | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention of packed rows over a paged pool. Runs on the host, not under `jit`.
 
     Args:
@@ -31,25 +36,41 @@ def attention_reference(
       context_lens: i32[R].
       query_starts: i32[R+1].
       sm_scale: Factor on the logits.
-    Returns: float32 [T, H, D]; tokens of no row are zero.
+      scales: f32[L, N+1, 2K, P], factors of an 8-bit pool.
+      sliding_window: Keys seen at most, the query's own included.
+      soft_cap: Bound on the logits.
+      sinks: f32[H], logit of a key with value zero.
+    Returns: float32 outputs [T, H, D], zero for tokens of no row, and the log of the sum of
+      exp(logits) [T, H], sink included, -inf for tokens of no row.
     """
     tokens, heads, width = q.shape
     block_size = kv.shape[3]
     group = heads // (kv.shape[2] // 2)
     pool = np.asarray(kv[layer], np.float64)
+    if scales is not None:
+        pool = pool * np.asarray(scales[layer], np.float64)[..., None]
     queries = np.asarray(q, np.float64)
     out = np.zeros((tokens, heads, width), np.float64)
+    lse = np.full((tokens, heads), -np.inf)
     for row in range(len(context_lens)):
         start, stop = int(query_starts[row]), int(query_starts[row + 1])
         for token in range(start, stop):
             last = int(context_lens[row]) - (stop - token)
             seen = np.arange(last + 1)
+            if sliding_window is not None:
+                seen = seen[-sliding_window:]
             blocks, offsets = block_tables[row][seen // block_size], seen % block_size
             for head in range(heads):
                 pair = 2 * (head // group)
                 keys = pool[blocks, pair, offsets, :width]
                 values = pool[blocks, pair + 1, offsets, :width]
                 logits = keys @ queries[token, head] * sm_scale
+                if soft_cap is not None:
+                    logits = np.tanh(logits / soft_cap) * soft_cap
+                if sinks is not None:
+                    logits = np.append(logits, np.float64(sinks[head]))
+                    values = np.vstack([values, np.zeros(width)])
                 weights = np.exp(logits - logits.max())
                 out[token, head] = weights @ values / weights.sum()
-    return jnp.asarray(out, jnp.float32)
+                lse[token, head] = np.log(weights.sum()) + logits.max()
+    return jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from paged_jax.core.state import BlockState
 from paged_jax.shapes import ceil_div
 
-KV_DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 LANES = 128
 """Width of a TPU register, and of a pool row in layout "packed"."""
@@ -42,6 +42,7 @@ class KVCache:
     """
 
     kv: jax.Array  # [L, N+1, R, P, C]
+    scales: jax.Array  # f32[L, N+1, 2K, P] of 8-bit pools, see `quantize`; else f32[0]
     layout: str = jax.tree.static()
     num_kv_heads: int = jax.tree.static()
     head_dim: int = jax.tree.static()
@@ -68,6 +69,11 @@ class KVCache:
         return LANES // self.head_dim if self.layout == "packed" else 1
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the pool holds 8-bit numbers and a scale per token and head."""
+        return self.kv.dtype.itemsize == 1
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return self.block_bytes // self.block_size
@@ -75,12 +81,12 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.kv.nbytes // self.kv.shape[1]
+        return self.pool_bytes // self.kv.shape[1]
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the whole pool, the null block included."""
-        return self.kv.nbytes
+        """Bytes of the whole pool, scales and the null block included."""
+        return self.kv.nbytes + self.scales.nbytes
 
 
 @jax.tree_util.register_dataclass
@@ -101,14 +107,15 @@ def create_kv_cache(
       spec: Layers, KV heads and head dim of the model.
       num_blocks: Usable blocks N.
       block_size: Token positions per block P.
-      dtype: float32, bfloat16 or float16.
+      dtype: float32, bfloat16 or float16; int8, float8_e4m3fn or float8_e5m2 with scales.
       layout: "auto" chooses by platform; "split" and "packed" are read everywhere.
     Raises: ValueError for a size below 1, an unknown layout, or a head dim that "packed" cannot
       hold; NotImplementedError for a dtype or layout that is not built yet.
     """
-    layout = choose_layout(spec, layout)
+    layout, dtype = choose_layout(spec, layout), check_kv_dtype(dtype)
     return KVCache(
-        kv=jnp.zeros(kv_shape(spec, num_blocks, block_size, layout), check_kv_dtype(dtype)),
+        kv=jnp.zeros(kv_shape(spec, num_blocks, block_size, layout), dtype),
+        scales=jnp.zeros(scales_shape(spec, num_blocks, block_size, dtype), jnp.float32),
         layout=layout,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -150,12 +157,36 @@ def kv_shape(
     return (spec.num_layers, num_blocks + 1, rows, block_size, width)
 
 
+def scales_shape(spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> tuple[int, ...]:
+    """Shape `[L, N+1, 2K, P]` of the scales of an 8-bit pool, `[0]` of another."""
+    if jnp.dtype(dtype).itemsize > 1:
+        return (0,)
+    return (spec.num_layers, num_blocks + 1, 2 * spec.num_kv_heads, block_size)
+
+
 def check_kv_dtype(dtype: Any) -> jnp.dtype:
     """Normalises a pool dtype; NotImplementedError for one that pools cannot hold yet."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in KV_DTYPES:
         raise NotImplementedError(f"KV dtype {dtype.name} is not built; use {', '.join(KV_DTYPES)}")
     return dtype
+
+
+def quantize(heads: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """8-bit numbers and the factor that gives the heads back: the largest magnitude fits exactly.
+
+    Args:
+      heads: [..., D].
+      dtype: int8, float8_e4m3fn or float8_e5m2.
+    Returns: ([..., D] in `dtype`, f32 [...]); infinities saturate.
+    """
+    is_int = jnp.issubdtype(dtype, jnp.integer)
+    largest = jnp.float32(jnp.iinfo(dtype).max if is_int else jnp.finfo(dtype).max)
+    heads = heads.astype(jnp.float32)
+    magnitude = jnp.minimum(jnp.max(jnp.abs(heads), axis=-1), jnp.finfo(jnp.float32).max)
+    scale = jnp.where(magnitude > 0.0, magnitude / largest, 1.0)
+    scaled = jnp.clip(heads / scale[..., None], -largest, largest)
+    return (jnp.round(scaled) if is_int else scaled).astype(dtype), scale
 
 
 def to_pool_rows(cache: KVCache, keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -188,18 +219,27 @@ def write(
 
     Args:
       layer: Layer index, a scalar.
-      keys: [T, K, D]; cast to the pool's dtype.
+      keys: [T, K, D]; cast to the pool's dtype, or quantised with a scale per token and head.
       values: [T, K, D].
       slots: i32[T], `block * P + offset` from `slot_mapping`; slot 0 for padding, whose writes
         land in the null block.
     """
-    rows = to_pool_rows(cache, keys, values)
+    scales = cache.scales
     block, offset = slots // cache.block_size, slots % cache.block_size
+    if cache.is_quantized:
+        keys, key_scales = quantize(keys, cache.kv.dtype)
+        values, value_scales = quantize(values, cache.kv.dtype)
+        pairs = jnp.stack([key_scales, value_scales], axis=-1).reshape(slots.shape[0], -1)
+        pair = jnp.arange(scales.shape[2])
+        scales = scales.at[layer, block[:, None], pair[None, :], offset[:, None]].set(
+            pairs, mode="promise_in_bounds"
+        )
+    rows = to_pool_rows(cache, keys, values)
     row = jnp.arange(cache.kv.shape[2])
     kv = cache.kv.at[layer, block[:, None], row[None, :], offset[:, None]].set(
         rows, mode="promise_in_bounds"
     )
-    return dataclasses.replace(cache, kv=kv)
+    return dataclasses.replace(cache, kv=kv, scales=scales)
 
 
 def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
@@ -215,16 +255,21 @@ def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
     is_real = dst > 0
     order = jnp.nonzero(is_real, size=dst.shape[0], fill_value=0)[0]
 
-    def body(i, kv):
-        block = jax.lax.dynamic_slice_in_dim(kv, src[order[i]], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(kv, block, dst[order[i]], axis=1)
+    def body(i, pools):
+        def copy(pool):
+            block = jax.lax.dynamic_slice_in_dim(pool, src[order[i]], 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, block, dst[order[i]], axis=1)
 
-    kv = jax.lax.fori_loop(0, jnp.sum(is_real, dtype=jnp.int32), body, cache.kv)
+        return jax.tree.map(copy, pools)
+
+    pools = (cache.kv, cache.scales) if cache.is_quantized else (cache.kv,)
+    kv, *scales = jax.lax.fori_loop(0, jnp.sum(is_real, dtype=jnp.int32), body, pools)
+    scales = scales[0] if scales else cache.scales
     tags = cache.tags
     if tags is not None:
         target = jnp.where(is_real, dst, cache.num_blocks + 1)
         tags = tags.at[target].set(tags[jnp.where(is_real, src, 0)], mode="drop")
-    return dataclasses.replace(cache, kv=kv, tags=tags)
+    return dataclasses.replace(cache, kv=kv, scales=scales, tags=tags)
 
 
 def gather(
@@ -235,11 +280,16 @@ def gather(
     Args:
       table: i32[M], the row of `block_tables`.
       length: Tokens of the row.
-    Returns: (keys, values), each [M * P, K, D] in the pool's dtype; positions at or past
-      `length` are zero whatever the blocks hold.
+    Returns: (keys, values), each [M * P, K, D] in the pool's dtype, or in float32 with the scales
+      of an 8-bit pool applied; positions at or past `length` are zero whatever the blocks hold.
     """
-    blocks = cache.kv[layer, table]  # [M, R, P, C]
-    rows = jnp.moveaxis(blocks, 1, 2)
-    rows = rows.reshape(-1, *rows.shape[2:])
-    is_live = jnp.arange(rows.shape[0]) < length
-    return from_pool_rows(cache, jnp.where(is_live[:, None, None], rows, jnp.zeros((), rows.dtype)))
+    rows = jnp.moveaxis(cache.kv[layer, table], 1, 2)  # [M, P, R, C]
+    keys, values = from_pool_rows(cache, rows.reshape(-1, *rows.shape[2:]))
+    if cache.is_quantized:
+        scales = jnp.moveaxis(cache.scales[layer, table], 1, 2)  # [M, P, 2K]
+        scales = scales.reshape(-1, cache.num_kv_heads, 2)
+        keys = keys.astype(jnp.float32) * scales[..., 0, None]
+        values = values.astype(jnp.float32) * scales[..., 1, None]
+    is_live = (jnp.arange(keys.shape[0]) < length)[:, None, None]
+    zero = jnp.zeros((), keys.dtype)
+    return jnp.where(is_live, keys, zero), jnp.where(is_live, values, zero)

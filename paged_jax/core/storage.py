@@ -16,6 +16,7 @@ from paged_jax.core.kv import (
     PagedCache,
     create_kv_cache,
     from_pool_rows,
+    quantize,
     to_pool_rows,
 )
 from paged_jax.core.state import BlockState
@@ -29,8 +30,8 @@ def swap_out(cache: KVCache, ids: ArrayLike) -> KVCache:
 
     Args:
       ids: i32[B], blocks to read.
-    Returns: A host image: a `KVCache` of numpy arrays `[L, B, R, P, C]` that hold these blocks and
-      no null block, in the order of `ids`.
+    Returns: A host image: a `KVCache` of numpy arrays `[L, B, R, P, C]`, scales and tags included,
+      that hold these blocks and no null block, in the order of `ids`.
     """
     return jax.device_get(_take(cache, jnp.asarray(ids, jnp.int32)))
 
@@ -48,13 +49,16 @@ def swap_in(cache: KVCache, ids: ArrayLike, image: KVCache) -> KVCache:
     """
     ids = jnp.asarray(ids, jnp.int32)
     _check_image(cache, image, ids.shape[0])
-    blocks = _convert(image, cache)
+    image = _convert(image, cache)
     # An id below 0 would wrap to the last block; it is dropped as one above N is.
     ids = jnp.where(ids < 0, cache.num_blocks + 1, ids)
     tags = cache.tags
     if tags is not None:
         tags = tags.at[ids].set(0 if image.tags is None else image.tags, mode="drop")
-    return dataclasses.replace(cache, kv=cache.kv.at[:, ids].set(blocks, mode="drop"), tags=tags)
+    kv, scales = cache.kv.at[:, ids].set(image.kv, mode="drop"), cache.scales
+    if cache.is_quantized:
+        scales = scales.at[:, ids].set(image.scales, mode="drop")
+    return dataclasses.replace(cache, kv=kv, scales=scales, tags=tags)
 
 
 def save_cache(path: str | PathLike[str], cache: PagedCache) -> None:
@@ -86,7 +90,7 @@ def save_cache(path: str | PathLike[str], cache: PagedCache) -> None:
             path,
             ocp.args.Composite(
                 blocks=ocp.args.StandardSave(arrays),
-                kv=ocp.args.StandardSave({"kv": image.kv}),
+                kv=ocp.args.StandardSave(_pools(image)),
                 meta=ocp.args.JsonSave(meta),
             ),
         )
@@ -125,7 +129,8 @@ def restore_cache(
     arrays = {name: jnp.asarray(read["blocks"][name]) for name in _BLOCK_ARRAYS}
     blocks = BlockState(**arrays, block_size=meta["block_size"])
     heads = {"num_kv_heads": meta["num_kv_heads"], "head_dim": meta["head_dim"]}
-    image = KVCache(kv=read["kv"]["kv"], layout=meta["layout"], **heads)
+    pools = {"scales": np.zeros(0, np.float32), **read["kv"]}
+    image = KVCache(**pools, layout=meta["layout"], **heads)
     pool = create_kv_cache(
         CacheSpec(num_layers=image.num_layers, **heads),
         blocks.num_blocks,
@@ -150,19 +155,37 @@ def _used(blocks: BlockState) -> np.ndarray:
 @jax.jit
 def _take(cache: KVCache, ids: jax.Array) -> KVCache:
     tags = None if cache.tags is None else cache.tags[ids]
-    return dataclasses.replace(cache, kv=cache.kv[:, ids], tags=tags)
+    scales = cache.scales[:, ids] if cache.is_quantized else cache.scales
+    return dataclasses.replace(cache, kv=cache.kv[:, ids], scales=scales, tags=tags)
 
 
 _put = jax.jit(swap_in, donate_argnums=0)
 
 
-def _convert(image: KVCache, like: KVCache) -> jax.Array:
-    """Blocks [L, B, R, P, C] of an image in the layout and dtype of a pool."""
-    kv = jnp.asarray(image.kv)
-    if image.layout == like.layout and kv.shape[2:] == like.kv.shape[2:]:
-        return kv.astype(like.kv.dtype)
-    keys, values = from_pool_rows(image, jnp.moveaxis(kv, 2, 3))
-    return jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
+def _pools(image: KVCache) -> dict[str, jax.Array]:
+    """The arrays to store: Orbax stores no empty ones."""
+    return {"kv": image.kv, **({"scales": image.scales} if image.is_quantized else {})}
+
+
+def _convert(image: KVCache, like: KVCache) -> KVCache:
+    """An image in the layout and dtype of a pool."""
+    kv, scales = jnp.asarray(image.kv), jnp.asarray(image.scales)
+    is_same_layout = image.layout == like.layout and kv.shape[2:] == like.kv.shape[2:]
+    if is_same_layout and (kv.dtype == like.kv.dtype or not like.is_quantized | image.is_quantized):
+        return dataclasses.replace(image, kv=kv.astype(like.kv.dtype), scales=scales)
+    keys, values = from_pool_rows(image, jnp.moveaxis(kv, 2, 3))  # [L, B, P, K, D]
+    if kv.dtype != like.kv.dtype:
+        if image.is_quantized:
+            pairs = jnp.moveaxis(scales, 2, 3).reshape(*keys.shape[:-1], 2)
+            keys = keys.astype(jnp.float32) * pairs[..., 0, None]
+            values = values.astype(jnp.float32) * pairs[..., 1, None]
+        if like.is_quantized:
+            keys, key_scales = quantize(keys, like.kv.dtype)
+            values, value_scales = quantize(values, like.kv.dtype)
+            pairs = jnp.stack([key_scales, value_scales], axis=-1)  # [L, B, P, K, 2]
+            scales = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1), 3, 2)
+    kv = jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
+    return dataclasses.replace(image, kv=kv, scales=scales, layout=like.layout)
 
 
 def _check_image(cache: KVCache, image: KVCache, num_ids: int) -> None:

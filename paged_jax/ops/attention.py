@@ -22,9 +22,13 @@ def paged_decode(
     context_lens: Int[Array, " S"],
     *,
     sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_lse: bool = False,
     num_rows: Int[Array, ""] | int | None = None,
     backend: Backend | None = None,
-) -> Float[Array, "S H D"]:
+) -> Float[Array, "S H D"] | tuple[Float[Array, "S H D"], Float[Array, "S H"]]:
     """Attends one new token per row to that row's cached keys and values.
 
     Args:
@@ -34,15 +38,23 @@ def paged_decode(
       block_tables: Physical blocks per row; entries past the length are never used.
       context_lens: Tokens readable per row, the new one included; 0 for padding rows.
       sm_scale: Factor on the logits before softmax, usually `D ** -0.5`.
+      sliding_window: Keys that a query sees at most, itself included; None: all.
+      soft_cap: Logits become `soft_cap * tanh(logits / soft_cap)`, after scale and before mask.
+      sinks: Logit per head of a key that everybody sees and whose value is zero.
+      return_lse: Also return the log of the sum of `exp(logits)`, sink included.
       num_rows: Rows [0, num_rows) are computed, the others are zero; None: all.
       backend: A named backend runs or raises; None chooses.
-    Returns: Outputs in q's dtype; rows with nothing to attend to are zero.
-    Raises: ValueError if H is not a multiple of K, or D is not the pool's.
+    Returns: Outputs in q's dtype; rows with nothing to attend to are zero. With `return_lse`
+      (outputs, log-sum-exp in float32), -inf in those rows without sinks.
+    Raises: ValueError if H is not a multiple of K, D is not the pool's, or an option is out of
+      range.
     Source: Kwon et al. 2023, section 4.1; Milakov and Gimelshein 2018 (online softmax).
     """
     _check(q, cache, backend)
+    attention = _options(sm_scale, sliding_window, soft_cap)
     rows = q.shape[0] if num_rows is None else num_rows
-    return xla.decode(q, cache, layer, block_tables, context_lens, rows, sm_scale)
+    out, lse = xla.decode(q, cache, layer, block_tables, context_lens, sinks, rows, attention)
+    return (out, lse) if return_lse else out
 
 
 def paged_prefill(
@@ -54,10 +66,14 @@ def paged_prefill(
     query_starts: Int[Array, " R+1"],
     *,
     sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_lse: bool = False,
     first_row: Int[Array, ""] | int = 0,
     num_rows: Int[Array, ""] | int | None = None,
     backend: Backend | None = None,
-) -> Float[Array, "T H D"]:
+) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """Attends several new tokens per row, causally, to the cached prefix and to each other.
 
     Row r owns tokens [query_starts[r], query_starts[r + 1]) of the packed axis; they are the last
@@ -71,18 +87,35 @@ def paged_prefill(
       context_lens: Tokens readable per row, the new ones included.
       query_starts: Prefix sum of new tokens per row.
       sm_scale: Factor on the logits before softmax, usually `D ** -0.5`.
+      sliding_window: Keys that a query sees at most, itself included; None: all.
+      soft_cap: Logits become `soft_cap * tanh(logits / soft_cap)`, after scale and before mask.
+      sinks: Logit per head of a key that everybody sees and whose value is zero.
+      return_lse: Also return the log of the sum of `exp(logits)`, sink included.
       first_row: Rows [first_row, num_rows) are computed; tokens of other rows come out zero.
       num_rows: See `first_row`; None: all.
       backend: A named backend runs or raises; None chooses.
-    Returns: Outputs in q's dtype; tokens that belong to no computed row are zero.
-    Raises: ValueError if H is not a multiple of K, or D is not the pool's.
+    Returns: Outputs in q's dtype; tokens that belong to no computed row are zero. With `return_lse`
+      (outputs, log-sum-exp in float32), -inf for those tokens.
+    Raises: ValueError if H is not a multiple of K, D is not the pool's, or an option is out of
+      range.
     Source: Dao et al. 2022 (tiling); Agrawal et al. 2023 (chunked prefill).
     """
     _check(q, cache, backend)
+    attention = _options(sm_scale, sliding_window, soft_cap)
     end = block_tables.shape[0] if num_rows is None else num_rows
-    return xla.prefill(
-        q, cache, layer, block_tables, context_lens, query_starts, first_row, end, sm_scale
+    out, lse = xla.prefill(
+        q,
+        cache,
+        layer,
+        block_tables,
+        context_lens,
+        query_starts,
+        sinks,
+        first_row,
+        end,
+        attention,
     )
+    return (out, lse) if return_lse else out
 
 
 def write_kv(
@@ -99,8 +132,8 @@ def write_kv(
     Args:
       cache: The whole pool.
       layer: Layer to write.
-      keys: Cast to the pool's dtype.
-      values: Cast to the pool's dtype.
+      keys: Cast to the pool's dtype, or quantised with a scale per token and head.
+      values: As keys.
       slots: `block * P + offset`; slot 0 for padding.
       backend: A named backend runs or raises; None chooses.
     Raises: ValueError if K or D is not the pool's.
@@ -113,6 +146,14 @@ def write_kv(
             "(slots, num_kv_heads, head_dim)"
         )
     return core.write(cache, layer, keys, values, slots)
+
+
+def _options(sm_scale: float, sliding_window: int | None, soft_cap: float | None) -> xla.Attention:
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window ({sliding_window}) must be at least 1")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap ({soft_cap}) must be above 0")
+    return xla.Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
 def _check(q: jax.Array, cache: KVCache, backend: str | None) -> None:

@@ -4,6 +4,9 @@ Online softmax over chunks of blocks in float32. Trip counts are data: a row cos
 and a padding row nothing.
 """
 
+import math
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -19,6 +22,18 @@ QUERY_TILE = 64
 # Finite, so that a difference of two masked maxima is 0 and not NaN.
 _MASKED = -1e30
 
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Running maximum [K, Q], sum [K, Q] and accumulator [K, Q, D] of K heads and Q queries each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What is computed; see `paged_jax.ops.paged_decode`."""
+
+    sm_scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
 
 def decode(
     q: jax.Array,
@@ -26,29 +41,34 @@ def decode(
     layer: jax.Array | int,
     block_tables: jax.Array,
     context_lens: jax.Array,
+    sinks: jax.Array | None,
     num_rows: jax.Array | int,
-    sm_scale: float,
-) -> jax.Array:
-    """See `paged_jax.ops.paged_decode`; q is [S, H, D]."""
+    attention: Attention,
+) -> tuple[jax.Array, jax.Array]:
+    """See `paged_jax.ops.paged_decode`; q is [S, H, D]. Returns outputs and log-sum-exp [S, H]."""
     rows, heads, width = q.shape
     tables, chunk = _padded_tables(block_tables, cache.block_size, DECODE_CHUNK)
-    grouped = (q.astype(jnp.float32) * jnp.float32(sm_scale)).reshape(
-        rows, cache.num_kv_heads, -1, width
-    )
+    grouped = _scaled(q, attention).reshape(rows, cache.num_kv_heads, -1, width)
+    start = _start(grouped.shape[1:], sinks)
 
-    def one_row(i, out):
+    def one_row(i, carry):
+        out, lse = carry
         length = context_lens[i]
+        first = jnp.maximum(length - _window(attention), 0)
 
         def one_chunk(c, carry):
-            keys, values, positions = _read_chunk(cache, layer, tables[i], c, chunk)
-            live = (positions < length)[None, :]
-            return _accumulate(carry, grouped[i], keys, values, live)
+            chunk_of_row = _read_chunk(cache, layer, tables[i], c, chunk)
+            positions = chunk_of_row.positions
+            seen = ((positions >= first) & (positions < length))[None, :]
+            return _accumulate(carry, grouped[i], chunk_of_row, seen, attention)
 
-        carry = _empty(grouped.shape[1:])
-        carry = jax.lax.fori_loop(0, ceil_div(length, chunk), one_chunk, carry)
-        return out.at[i].set(_normalise(carry).reshape(heads, width).astype(q.dtype))
+        carry = jax.lax.fori_loop(first // chunk, ceil_div(length, chunk), one_chunk, start)
+        result, row_lse = _finish(carry)
+        out = out.at[i].set(result.reshape(heads, width).astype(q.dtype))
+        return out, lse.at[i].set(row_lse.reshape(heads))
 
-    return jax.lax.fori_loop(0, num_rows, one_row, jnp.zeros_like(q))
+    empty = jnp.zeros_like(q), jnp.full((rows, heads), -jnp.inf, jnp.float32)
+    return jax.lax.fori_loop(0, num_rows, one_row, empty)
 
 
 def prefill(
@@ -58,11 +78,12 @@ def prefill(
     block_tables: jax.Array,
     context_lens: jax.Array,
     query_starts: jax.Array,
+    sinks: jax.Array | None,
     first_row: jax.Array | int,
     num_rows: jax.Array | int,
-    sm_scale: float,
-) -> jax.Array:
-    """See `paged_jax.ops.paged_prefill`; q is [T, H, D]."""
+    attention: Attention,
+) -> tuple[jax.Array, jax.Array]:
+    """See `paged_jax.ops.paged_prefill`; q is [T, H, D]. Returns outputs and log-sum-exp [T, H]."""
     total, heads, width = q.shape
     kv_heads = cache.num_kv_heads
     group = heads // kv_heads
@@ -71,40 +92,65 @@ def prefill(
     # A tile may start at any token, so the last one reads past the end of the axis.
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
     within = jnp.arange(tile, dtype=jnp.int32)
+    sinks = None if sinks is None else jnp.repeat(sinks, tile)
+    start_carry = _start((kv_heads, group * tile, width), sinks)
 
-    def one_row(r, out):
+    def one_row(r, carry):
         start, length = query_starts[r], context_lens[r]
         count = query_starts[r + 1] - start
 
-        def one_tile(t, out):
+        def one_tile(t, carry):
             first = start + t * tile
             # [tile, H, D] -> [K, G * tile, D]
-            queries = jax.lax.dynamic_slice_in_dim(padded, first, tile)
-            queries = queries.astype(jnp.float32) * jnp.float32(sm_scale)
+            queries = _scaled(jax.lax.dynamic_slice_in_dim(padded, first, tile), attention)
             queries = queries.reshape(tile, kv_heads, group, width).transpose(1, 2, 0, 3)
             queries = queries.reshape(kv_heads, group * tile, width)
             position = length - count + t * tile + within
-            # The last position that the tile's live queries see, plus one.
+            # The positions that the tile's live queries see: from the window of the first to the
+            # last of all.
+            begin = jnp.maximum(position[0] + 1 - _window(attention), 0)
             end = jnp.minimum(length - count + (t + 1) * tile, length)
 
             def one_chunk(c, carry):
-                keys, values, positions = _read_chunk(cache, layer, tables[r], c, chunk)
-                seen = positions[None, :] <= jnp.minimum(position, length - 1)[:, None]
-                return _accumulate(carry, queries, keys, values, jnp.tile(seen, (group, 1)))
+                chunk_of_row = _read_chunk(cache, layer, tables[r], c, chunk)
+                key = chunk_of_row.positions[None, :]
+                last = jnp.minimum(position, length - 1)[:, None]
+                seen = (key <= last) & (key > last - _window(attention))
+                return _accumulate(
+                    carry, queries, chunk_of_row, jnp.tile(seen, (group, 1)), attention
+                )
 
-            carry = _empty(queries.shape)
-            carry = jax.lax.fori_loop(0, ceil_div(end, chunk), one_chunk, carry)
-            result = _normalise(carry).reshape(kv_heads, group, tile, width)
-            result = result.transpose(2, 0, 1, 3).reshape(tile, heads, width).astype(q.dtype)
+            result, lse = _finish(
+                jax.lax.fori_loop(begin // chunk, ceil_div(end, chunk), one_chunk, start_carry)
+            )
+            result = result.reshape(kv_heads, group, tile, width).transpose(2, 0, 1, 3)
+            result = result.reshape(tile, heads, width).astype(q.dtype)
+            lse = lse.reshape(heads, tile).T
             # The tile may reach into the next row or into padding, which it leaves alone.
-            is_own = (t * tile + within < count)[:, None, None]
-            old = jax.lax.dynamic_slice_in_dim(out, first, tile)
-            result = jnp.where(is_own, result, old)
-            return jax.lax.dynamic_update_slice_in_dim(out, result, first, axis=0)
+            is_own = t * tile + within < count
+            return _merge(carry[0], result, is_own, first), _merge(carry[1], lse, is_own, first)
 
-        return jax.lax.fori_loop(0, ceil_div(count, tile), one_tile, out)
+        return jax.lax.fori_loop(0, ceil_div(count, tile), one_tile, carry)
 
-    return jax.lax.fori_loop(first_row, num_rows, one_row, jnp.zeros_like(padded))[:total]
+    empty = jnp.zeros_like(padded), jnp.full(padded.shape[:2], -jnp.inf, jnp.float32)
+    out, lse = jax.lax.fori_loop(first_row, num_rows, one_row, empty)
+    return out[:total], lse[:total]
+
+
+def _scaled(q: jax.Array, attention: Attention) -> jax.Array:
+    return q.astype(jnp.float32) * jnp.float32(attention.sm_scale)
+
+
+def _window(attention: Attention) -> int:
+    """Keys that a query sees at most, itself included."""
+    return 2**30 if attention.sliding_window is None else attention.sliding_window
+
+
+def _merge(whole: jax.Array, tile: jax.Array, is_own: jax.Array, first: jax.Array) -> jax.Array:
+    """Writes the tokens of a tile that are its own at `first` of the token axis."""
+    old = jax.lax.dynamic_slice_in_dim(whole, first, tile.shape[0])
+    mask = is_own.reshape(-1, *[1] * (tile.ndim - 1))
+    return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(mask, tile, old), first, axis=0)
 
 
 def _padded_tables(tables: jax.Array, block_size: int, tokens: int) -> tuple[jax.Array, int]:
@@ -118,59 +164,91 @@ def _padded_tables(tables: jax.Array, block_size: int, tokens: int) -> tuple[jax
     return jnp.pad(tables, ((0, 0), (0, -width % blocks))), blocks * block_size
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive tokens of one row; scales only of 8-bit pools."""
+
+    keys: jax.Array  # f32[K, chunk, D]
+    values: jax.Array  # f32[K, chunk, D]
+    key_scales: jax.Array | None  # f32[K, chunk]
+    value_scales: jax.Array | None
+    positions: jax.Array  # i32[chunk]
+
+
 def _read_chunk(
     cache: KVCache, layer: jax.Array | int, table: jax.Array, index: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values [K, chunk, D] in float32 and positions [chunk] of one chunk of a row."""
-    layers, num_blocks, pool_rows, size, width = cache.kv.shape
-    kv_heads, blocks = cache.num_kv_heads, chunk // size
+) -> Chunk:
+    """Reads chunk `index` of the row that `table` belongs to."""
+    kv_heads, width = cache.num_kv_heads, cache.kv.shape[4]
+    blocks = chunk // cache.block_size
     ids = jax.lax.dynamic_slice_in_dim(table, index * blocks, blocks)
-    # One index per [P, C] row of a flat view: XLA:CPU gathers that four times faster than by
-    # (layer, block, head). Keys of all heads come first, then values, so that no transpose or
-    # strided slice follows.
-    flat = cache.kv.reshape(layers * num_blocks * pool_rows, size * width)
-    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(-1, 2).T.reshape(-1, 1)
-    rows = (layer * num_blocks + ids)[None, :] * pool_rows + pair_rows
-    gathered = flat.at[rows.reshape(-1)].get(mode="promise_in_bounds")
-    gathered = gathered.reshape(2, pool_rows // 2, chunk, width)
+    gathered = _gather_rows(cache.kv, layer, ids).reshape(2, -1, chunk, width)
     if cache.heads_per_row > 1:
-        heads = gathered.reshape(2, pool_rows // 2, chunk, cache.heads_per_row, cache.head_dim)
+        heads = gathered.reshape(*gathered.shape[:3], cache.heads_per_row, cache.head_dim)
         gathered = heads.transpose(0, 1, 3, 2, 4).reshape(2, -1, chunk, cache.head_dim)
-    gathered = gathered[:, :kv_heads, :, : cache.head_dim]
-    keys, values = gathered.astype(jnp.float32)
-    return keys, values, index * chunk + jnp.arange(chunk)
-
-
-def _empty(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Running maximum [K, Q], sum [K, Q] and accumulator [K, Q, D] of nothing."""
-    kv_heads, queries, width = shape
-    return (
-        jnp.full((kv_heads, queries), _MASKED, jnp.float32),
-        jnp.zeros((kv_heads, queries), jnp.float32),
-        jnp.zeros((kv_heads, queries, width), jnp.float32),
+    keys, values = gathered[:, :kv_heads, :, : cache.head_dim].astype(jnp.float32)
+    key_scales = value_scales = None
+    if cache.is_quantized:
+        scales = _gather_rows(cache.scales, layer, ids)
+        key_scales, value_scales = scales.reshape(2, kv_heads, chunk)
+    return Chunk(
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        positions=index * chunk + jnp.arange(chunk, dtype=jnp.int32),
     )
 
 
+def _gather_rows(pool: jax.Array, layer: jax.Array | int, ids: jax.Array) -> jax.Array:
+    """Blocks `ids` of one layer of [L, N+1, R, ...] as [R * ids, ...]: even rows, then odd ones.
+
+    Keys of all heads come first, then values, so that no transpose or strided slice follows.
+    """
+    layers, num_blocks, pool_rows, *inner = pool.shape
+    # One index per row of a flat view: XLA:CPU gathers that four times faster than by (layer,
+    # block, head).
+    flat = pool.reshape(layers * num_blocks * pool_rows, math.prod(inner))
+    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(-1, 2).T.reshape(-1, 1)
+    rows = (layer * num_blocks + ids)[None, :] * pool_rows + pair_rows
+    return flat.at[rows.reshape(-1)].get(mode="promise_in_bounds")
+
+
+def _start(shape: tuple[int, ...], sinks: jax.Array | None) -> Carry:
+    """Nothing seen yet; a sink counts as a key with this logit and a value of zero."""
+    kv_heads, queries, width = shape
+    maximum = jnp.full((kv_heads, queries), _MASKED, jnp.float32)
+    if sinks is not None:
+        maximum = sinks.astype(jnp.float32).reshape(kv_heads, queries)
+    total = jnp.full((kv_heads, queries), 0.0 if sinks is None else 1.0, jnp.float32)
+    return maximum, total, jnp.zeros((kv_heads, queries, width), jnp.float32)
+
+
 def _accumulate(
-    carry: tuple[jax.Array, jax.Array, jax.Array],
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    seen: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Folds one chunk in. queries [K, Q, D], keys and values [K, C, D], seen bool[Q or 1, C]."""
+    carry: Carry, queries: jax.Array, chunk: Chunk, seen: jax.Array, attention: Attention
+) -> Carry:
+    """Folds one chunk in. queries [K, Q, D], seen bool[Q or 1, chunk]."""
     running_max, running_sum, accumulator = carry
     precision = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("kqd,kcd->kqc", queries, keys, precision=precision)
+    logits = jnp.einsum("kqd,kcd->kqc", queries, chunk.keys, precision=precision)
+    if chunk.key_scales is not None:
+        logits = logits * chunk.key_scales[:, None, :]
+    if attention.soft_cap is not None:
+        cap = jnp.float32(attention.soft_cap)
+        logits = cap * jnp.tanh(logits / cap)
     logits = jnp.where(seen[None], logits, _MASKED)
     new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
     weights = jnp.where(seen[None], jnp.exp(logits - new_max[..., None]), 0.0)
     scale = jnp.exp(running_max - new_max)
+    factors = weights
+    if chunk.value_scales is not None:
+        # The scale of a dead slot may be NaN too.
+        factors = jnp.where(seen[None], weights * chunk.value_scales[:, None, :], 0.0)
     # Dead slots may hold NaN, and 0 * NaN is NaN: values are masked, not only logits.
     is_live = jnp.any(seen, axis=0)[None, :, None]
-    update = jnp.einsum(
-        "kqc,kcd->kqd", weights, jnp.where(is_live, values, 0.0), precision=precision
-    )
+    values = jnp.where(is_live, chunk.values, 0.0)
+    update = jnp.einsum("kqc,kcd->kqd", factors, values, precision=precision)
     return (
         new_max,
         running_sum * scale + jnp.sum(weights, axis=-1),
@@ -178,7 +256,10 @@ def _accumulate(
     )
 
 
-def _normalise(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """Outputs [K, Q, D]; zero where nothing was seen."""
-    _, total, accumulator = carry
-    return accumulator / jnp.where(total > 0.0, total, 1.0)[..., None]
+def _finish(carry: Carry) -> tuple[jax.Array, jax.Array]:
+    """Outputs [K, Q, D], zero where nothing was seen, and log-sum-exp [K, Q], -inf there."""
+    maximum, total, accumulator = carry
+    has_seen = total > 0.0
+    safe = jnp.where(has_seen, total, 1.0)
+    lse = jnp.where(has_seen, maximum + jnp.log(safe), -jnp.inf)
+    return accumulator / safe[..., None], lse
