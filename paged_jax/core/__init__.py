@@ -14,6 +14,7 @@ from paged_jax.core.kv import (
     create_kv_cache,
     gather,
     kv_shape,
+    quantize,
     write,
 )
 from paged_jax.core.rows import fork, free, reindex, release, retain, share, truncate
@@ -65,6 +66,7 @@ __all__ = [
     "make_decode_batch",
     "make_tags",
     "needed",
+    "quantize",
     "reindex",
     "release",
     "restore_cache",

@@ -349,7 +349,7 @@ def test_layouts_not_built_are_refused():
         core.create_kv_cache(SMALL.spec, N, 4, "float32", "latent")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64"])
+@pytest.mark.parametrize("dtype", ["int4", "float64", "float8_e4m3b11fnuz"])
 def test_dtypes_not_built_are_refused(dtype):
     with pytest.raises(NotImplementedError, match="float32, bfloat16, float16"):
         core.create_kv_cache(SMALL.spec, N, 4, dtype)
@@ -359,3 +359,46 @@ def test_dtypes_not_built_are_refused(dtype):
 def test_sizes_below_1_are_refused(num_blocks, block_size):
     with pytest.raises(ValueError, match="must be at least 1"):
         core.create_kv_cache(SMALL.spec, num_blocks, block_size, "float32")
+
+
+@pytest.mark.parametrize("layout", ["split", "packed"])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("int8", 1 / 254), ("float8_e4m3fn", 1 / 16), ("float8_e5m2", 1 / 8)]
+)
+def test_8_bit_pools_keep_a_scale_per_token_and_head(dtype, error, layout, rng):
+    spec = core.CacheSpec(num_layers=2, num_kv_heads=3, head_dim=64)
+    cache = core.create_kv_cache(spec, N, 4, dtype, layout)
+    assert cache.kv.dtype.name == dtype
+    assert cache.scales.shape == (2, N + 1, 6, 4)
+    heads = rng.standard_normal((2, 6, 3, 64), dtype=np.float32)
+    # Heads of very different size, a head of zeros, and an outlier.
+    heads *= np.float32([1e-6, 1.0, 1e6])[None, None, :, None]
+    heads[0, 0, 1], heads[1, 2, 0, 5] = 0.0, 300.0
+    keys, values = heads
+    slots = np.array([4, 5, 6, 7, 8, 9], np.int32)
+    cache = jax.jit(core.write)(cache, jnp.int32(1), keys, values, slots)
+    table = np.array([1, 2, 0], np.int32)
+    read = core.gather(cache, 1, table, 6)
+    for got, wanted in zip(read, (keys, values), strict=True):
+        assert got.dtype == jnp.float32
+        largest = np.abs(wanted).max(axis=-1, keepdims=True)
+        # int8: half a step of the scale. fp8: half a unit of the last of 3 or 2 bits.
+        assert (np.abs(got[:6] - wanted) <= error * largest + 1e-30).all()
+        np.testing.assert_array_equal(got[6:], 0.0)
+        top = np.abs(got[:6]).max(axis=-1, keepdims=True)
+        np.testing.assert_allclose(top, largest, rtol=1e-6)
+    copied = jax.jit(core.copy_blocks)(
+        cache, np.array([1, 0], np.int32), np.array([5, 0], np.int32)
+    )
+    np.testing.assert_array_equal(copied.kv[:, 5], cache.kv[:, 1])
+    np.testing.assert_array_equal(copied.scales[:, 5], cache.scales[:, 1])
+    assert cache.block_bytes == 2 * (cache.kv[0, 0].size + 6 * 4 * 4)
+
+
+def test_quantising_saturates(rng):
+    heads = np.float32([[np.inf, 1.0, -np.inf], [3e38, -3e38, 0.0]])
+    for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        numbers, scales = core.quantize(heads, jnp.dtype(dtype))
+        assert np.isfinite(numbers.astype(jnp.float32)).all()
+        assert np.isfinite(scales).all()
+        assert numbers[0, 0] > 0 > numbers[0, 2]

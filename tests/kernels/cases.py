@@ -37,7 +37,12 @@ class Case:
     query_lens: tuple[int, ...]
     table_width: int
     dtype: str = "float32"
+    """Of queries, and of the pool unless `kv_dtype` says otherwise."""
+    kv_dtype: str | None = None
     layout: str = "split"
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
     def with_lens(self, context_lens: tuple[int, ...], query_lens: tuple[int, ...]) -> "Case":
         """Other lengths in the same shapes: nothing compiles again if the tokens are as many."""
@@ -51,7 +56,9 @@ class Inputs:
     decode_q: np.ndarray  # [R, H, D]
     prefill_q: np.ndarray  # [T + PADDING_TOKENS, H, D]
     cache: KVCache
+    sinks: np.ndarray | None  # f32[H]
     split_kv: np.ndarray  # [L, N+1, 2K, P, D], what the pool holds: row 2h keys, 2h+1 values of h
+    scales: np.ndarray | None  # f32[L, N+1, 2K, P] of an 8-bit pool
     block_tables: np.ndarray  # i32[R, M]
     context_lens: np.ndarray  # i32[R]
     query_starts: np.ndarray  # i32[R+1]
@@ -149,12 +156,101 @@ CASES = (
         table_width=6,
         dtype="bfloat16",
     ),
+    # A window smaller than a chunk, and rows shorter and longer than it.
+    Case(
+        name="window4_block4_group3",
+        block_size=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        context_lens=(1, 3, 4, 5, 13, 140),
+        query_lens=(1, 3, 2, 5, 9, 6),
+        table_width=36,
+        sliding_window=4,
+    ),
+    # A window that starts in the second chunk; a cap low enough to matter.
+    Case(
+        name="window100_cap_block16_group24_d80",
+        block_size=16,
+        num_heads=24,
+        num_kv_heads=1,
+        head_dim=80,
+        context_lens=(300, 99, 100, 101, 1),
+        query_lens=(70, 3, 1, 2, 1),
+        table_width=19,
+        sliding_window=100,
+        soft_cap=2.0,
+    ),
+    Case(
+        name="sinks_block8_group4_d96",
+        block_size=8,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=96,
+        context_lens=(7, 8, 0, 9, 30),
+        query_lens=(7, 1, 0, 4, 6),
+        table_width=5,
+        has_sinks=True,
+    ),
+    Case(
+        name="sinks_window_cap_bf16_packed_d64",
+        layout="packed",
+        block_size=16,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=64,
+        context_lens=(17, 40, 15, 1, 16),
+        query_lens=(2, 10, 15, 1, 9),
+        table_width=3,
+        dtype="bfloat16",
+        sliding_window=9,
+        soft_cap=5.0,
+        has_sinks=True,
+    ),
+    Case(
+        name="int8_block16_group2_d128",
+        block_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        context_lens=(15, 140, 16, 17, 1),
+        query_lens=(15, 9, 3, 2, 1),
+        table_width=9,
+        kv_dtype="int8",
+    ),
+    Case(
+        name="fp8_e4m3_window_packed_d64",
+        layout="packed",
+        block_size=4,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=64,
+        context_lens=(3, 4, 0, 5, 21),
+        query_lens=(3, 1, 0, 2, 6),
+        table_width=6,
+        kv_dtype="float8_e4m3fn",
+        sliding_window=5,
+    ),
+    Case(
+        name="fp8_e5m2_cap_sinks_block1_group1_d256",
+        block_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=256,
+        context_lens=(1, 2, 9, 3),
+        query_lens=(1, 2, 4, 1),
+        table_width=10,
+        kv_dtype="float8_e5m2",
+        soft_cap=3.0,
+        has_sinks=True,
+    ),
 )
 
 
 def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     """Random arrays of a case; the same seed gives the same live values under any poison."""
     rng, dtype = np.random.default_rng(seed), jnp.dtype(case.dtype)
+    kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     rows, size = len(case.context_lens), case.block_size
     num_blocks = rows * case.table_width
     # Every table entry has its own block, so those past the length name poisoned ones.
@@ -168,7 +264,18 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
         live = np.pad(live, [(0, 0), (0, missing), (0, 0)])
         for t in range(length):
             kv[LAYER, tables[row, t // size], :, t % size] = live[t]
-    kv = kv.astype(dtype)
+    scales = None
+    if kv_dtype.itemsize == 1:
+        scales = np.full((LAYERS, num_blocks + 1, kv_rows, size), poison, np.float32)
+        for row, length in enumerate(case.context_lens):
+            factors = rng.uniform(0.01, 0.03, (case.table_width * size, kv_rows))
+            for t in range(length):
+                scales[LAYER, tables[row, t // size], :, t % size] = factors[t]
+        # Numbers of the whole range; int8 has no poison but garbage.
+        largest = 127 if kv_dtype == jnp.int8 else 100.0
+        kv = np.clip(kv * (largest / 3), -largest, largest)
+        kv = np.where(np.isnan(kv), largest, kv) if kv_dtype == jnp.int8 else kv
+    kv = kv.astype(kv_dtype)
     tokens = sum(case.query_lens)
     width = (case.num_heads, case.head_dim)
     prefill_q = rng.standard_normal((tokens + PADDING_TOKENS, *width))
@@ -178,9 +285,12 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     return Inputs(
         decode_q=decode_q.astype(dtype),
         prefill_q=prefill_q.astype(dtype),
+        sinks=rng.standard_normal(case.num_heads, np.float32) if case.has_sinks else None,
         split_kv=kv[:, :, :kv_rows],
+        scales=scales,
         cache=KVCache(
             kv=jnp.asarray(side_by_side(kv, heads_per_row)),
+            scales=jnp.zeros(0, jnp.float32) if scales is None else jnp.asarray(scales),
             layout=case.layout,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,

@@ -18,61 +18,92 @@ TRACES = Counter()
 
 
 @functools.cache
-def compiled(name: str, backend: str):
+def compiled(name: str, backend: str, sliding_window: int | None, soft_cap: float | None):
     """The op under jit, so that other values in the same shapes run the same program."""
     op = getattr(ops, name)
 
-    def traced(*args, **rows):
+    def traced(*args, **arrays):
         TRACES[name] += 1
-        return op(*args, **rows, sm_scale=SM_SCALE, backend=backend)
+        return op(
+            *args,
+            **arrays,
+            sm_scale=SM_SCALE,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            return_lse=True,
+            backend=backend,
+        )
 
     return jax.jit(traced)
 
 
-def decode(backend: str, inputs: Inputs, num_rows: int | None = None) -> np.ndarray:
+def decode_with_lse(
+    backend: str, inputs: Inputs, num_rows: int | None = None, case: Case = BASE
+) -> tuple[np.ndarray, np.ndarray]:
     rows = inputs.block_tables.shape[0] if num_rows is None else num_rows
-    out = compiled("paged_decode", backend)(
+    out, lse = compiled("paged_decode", backend, case.sliding_window, case.soft_cap)(
         inputs.decode_q,
         inputs.cache,
         jnp.int32(LAYER),
         inputs.block_tables,
         inputs.context_lens,
+        sinks=inputs.sinks,
         num_rows=jnp.int32(rows),
     )
-    return np.asarray(out)
+    return np.asarray(out), np.asarray(lse)
 
 
-def prefill(
-    backend: str, inputs: Inputs, first_row: int = 0, num_rows: int | None = None
-) -> np.ndarray:
+def prefill_with_lse(
+    backend: str,
+    inputs: Inputs,
+    first_row: int = 0,
+    num_rows: int | None = None,
+    case: Case = BASE,
+) -> tuple[np.ndarray, np.ndarray]:
     rows = inputs.block_tables.shape[0] if num_rows is None else num_rows
-    out = compiled("paged_prefill", backend)(
+    out, lse = compiled("paged_prefill", backend, case.sliding_window, case.soft_cap)(
         inputs.prefill_q,
         inputs.cache,
         jnp.int32(LAYER),
         inputs.block_tables,
         inputs.context_lens,
         inputs.query_starts,
+        sinks=inputs.sinks,
         first_row=jnp.int32(first_row),
         num_rows=jnp.int32(rows),
     )
-    return np.asarray(out)
+    return np.asarray(out), np.asarray(lse)
 
 
-def expected_decode(inputs: Inputs) -> np.ndarray:
+def decode(backend: str, inputs: Inputs, num_rows: int | None = None) -> np.ndarray:
+    return decode_with_lse(backend, inputs, num_rows)[0]
+
+
+def prefill(
+    backend: str, inputs: Inputs, first_row: int = 0, num_rows: int | None = None
+) -> np.ndarray:
+    return prefill_with_lse(backend, inputs, first_row, num_rows)[0]
+
+
+def expected_decode(inputs: Inputs, case: Case = BASE) -> tuple[np.ndarray, np.ndarray]:
     has_token = inputs.context_lens > 0
     starts = np.array([0, *np.cumsum(has_token)])
     out = np.zeros(inputs.decode_q.shape, np.float32)
-    out[has_token] = reference(inputs.decode_q[has_token], inputs, starts)
-    return out
+    lse = np.full(out.shape[:2], -np.inf, np.float32)
+    if inputs.sinks is not None:
+        lse[:] = inputs.sinks  # a row without tokens still sees the sink
+    out[has_token], lse[has_token] = reference(inputs.decode_q[has_token], inputs, starts, case)
+    return out, lse
 
 
-def expected_prefill(inputs: Inputs) -> np.ndarray:
-    return reference(inputs.prefill_q, inputs, inputs.query_starts)
+def expected_prefill(inputs: Inputs, case: Case = BASE) -> tuple[np.ndarray, np.ndarray]:
+    return reference(inputs.prefill_q, inputs, inputs.query_starts, case)
 
 
-def reference(q: np.ndarray, inputs: Inputs, query_starts: np.ndarray) -> np.ndarray:
-    out = attention_reference(
+def reference(
+    q: np.ndarray, inputs: Inputs, query_starts: np.ndarray, case: Case
+) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = attention_reference(
         jnp.asarray(q),
         jnp.asarray(inputs.split_kv),
         LAYER,
@@ -80,8 +111,12 @@ def reference(q: np.ndarray, inputs: Inputs, query_starts: np.ndarray) -> np.nda
         inputs.context_lens,
         query_starts,
         SM_SCALE,
+        scales=None if inputs.scales is None else jnp.asarray(inputs.scales),
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=inputs.sinks,
     )
-    return np.asarray(out)
+    return np.asarray(out), np.asarray(lse)
 
 
 def assert_close(out: np.ndarray, expected: np.ndarray) -> None:
@@ -115,18 +150,20 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_case
 def test_decode_reads_what_is_live_and_nothing_else(backend: str, case: Case, poison: str):
     inputs = build(case, POISONS[poison])
-    out = decode(backend, inputs)
+    out, lse = decode_with_lse(backend, inputs, case=case)
     assert out.dtype == inputs.decode_q.dtype
-    assert_close(out, expected_decode(inputs))
+    for got, expected in zip((out, lse), expected_decode(inputs, case), strict=True):
+        assert_close(got, expected)
 
 
 @pytest.mark.parametrize("poison", POISONS)
 @by_case
 def test_prefill_reads_what_is_live_and_nothing_else(backend: str, case: Case, poison: str):
     inputs = build(case, POISONS[poison])
-    out = prefill(backend, inputs)
+    out, lse = prefill_with_lse(backend, inputs, case=case)
     assert out.dtype == inputs.prefill_q.dtype
-    assert_close(out, expected_prefill(inputs))
+    for got, expected in zip((out, lse), expected_prefill(inputs, case), strict=True):
+        assert_close(got, expected)
 
 
 @pytest.mark.parametrize("context_lens", [(0, 5, 0, 3, 0), (0, 0, 0, 0, 0)])
@@ -136,8 +173,8 @@ def test_rows_without_tokens_are_zero(backend, context_lens):
     prefill_q = np.full_like(build(BASE).prefill_q, np.nan)
     prefill_q[: inputs.prefill_q.shape[0]] = inputs.prefill_q
     inputs = dataclasses.replace(inputs, prefill_q=prefill_q)
-    assert_close(decode(backend, inputs), expected_decode(inputs))
-    assert_close(prefill(backend, inputs), expected_prefill(inputs))
+    assert_close(decode(backend, inputs), expected_decode(inputs)[0])
+    assert_close(prefill(backend, inputs), expected_prefill(inputs)[0])
     np.testing.assert_array_equal(decode(backend, inputs)[np.array(context_lens) == 0], 0.0)
 
 
@@ -149,10 +186,10 @@ def test_order_of_rows_does_not_matter(backend, order):
     inputs = build(BASE.with_lens((3, 4, 5, 9, 1), (3, 2, 4, 4, 1)))
     moved_inputs, moved = permuted(inputs, order)
     out = decode(backend, inputs)
-    assert_close(out, expected_decode(inputs))
+    assert_close(out, expected_decode(inputs)[0])
     np.testing.assert_array_equal(decode(backend, moved_inputs), out[np.array(order)])
     out = prefill(backend, inputs)
-    assert_close(out, expected_prefill(inputs))
+    assert_close(out, expected_prefill(inputs)[0])
     np.testing.assert_array_equal(prefill(backend, moved_inputs), out[moved])
 
 
@@ -168,8 +205,8 @@ def test_large_logits_do_not_overflow(backend):
     inputs = dataclasses.replace(
         inputs, decode_q=inputs.decode_q * 1e3, prefill_q=inputs.prefill_q * 1e3
     )
-    assert_close(decode(backend, inputs), expected_decode(inputs))
-    assert_close(prefill(backend, inputs), expected_prefill(inputs))
+    assert_close(decode(backend, inputs), expected_decode(inputs)[0])
+    assert_close(prefill(backend, inputs), expected_prefill(inputs)[0])
 
 
 def test_chunks_that_start_inside_a_block_equal_one_pass(backend):

@@ -12,18 +12,22 @@ def pool(num_blocks: int, kv_rows: int, block_size: int, width: int) -> np.ndarr
     return np.full((1, num_blocks + 1, kv_rows, block_size, width), np.nan, np.float32)
 
 
-def reference(q, kv, tables, context_lens, query_starts, sm_scale=1.0):
-    return np.asarray(
-        attention_reference(
-            jnp.asarray(q, jnp.float32),
-            jnp.asarray(kv),
-            0,
-            np.array(tables, np.int32),
-            np.array(context_lens, np.int32),
-            np.array(query_starts, np.int32),
-            sm_scale,
-        )
+def reference_with_lse(q, kv, tables, context_lens, query_starts, sm_scale=1.0, **options):
+    out, lse = attention_reference(
+        jnp.asarray(q, jnp.float32),
+        jnp.asarray(kv),
+        0,
+        np.array(tables, np.int32),
+        np.array(context_lens, np.int32),
+        np.array(query_starts, np.int32),
+        sm_scale,
+        **options,
     )
+    return np.asarray(out), np.asarray(lse)
+
+
+def reference(*args, **options):
+    return reference_with_lse(*args, **options)[0]
 
 
 def test_one_query_over_two_blocks_by_hand():
@@ -62,6 +66,31 @@ def test_heads_share_their_group_by_hand():
     # Head 0: weights 1/2, 1/2. Head 1: the second key gives ln 3, weights 1/4, 3/4.
     # Head 2: weights 1/4, 3/4 over head 1's values. Head 3: its key row has 0 there, so 1/2, 1/2.
     np.testing.assert_allclose(out, [[[2, 4], [1, 6], [4, 7], [3, 5]]], rtol=1e-6)
+
+
+def test_options_by_hand():
+    # Three tokens of keys 0, ln 2, ln 5 and values 8, 16, 32, as above; q = 1.
+    kv = pool(3, 2, 1, 1)
+    kv[0, 1:, 0, 0, 0], kv[0, 1:, 1, 0, 0] = np.log([1.0, 2.0, 5.0]), (8.0, 16.0, 32.0)
+    query = [[[1.0]]], kv, [[1, 2, 3]], [3], [0, 1]
+    out, lse = reference_with_lse(*query)
+    np.testing.assert_allclose([out.item(), lse.item()], [25.0, np.log(8.0)], rtol=1e-6)
+    # A window of 2 sees the last two: (32 + 160) / 7.
+    out, lse = reference_with_lse(*query, sliding_window=2)
+    np.testing.assert_allclose([out.item(), lse.item()], [192 / 7, np.log(7.0)], rtol=1e-6)
+    # A sink of ln 2 takes 2 of 10 with a value of zero.
+    out, lse = reference_with_lse(*query, sinks=np.log([2.0]))
+    np.testing.assert_allclose([out.item(), lse.item()], [20.0, np.log(10.0)], rtol=1e-6)
+    # A cap far below the logits makes two of them equal to it: 1, e^c, e^c.
+    weights = np.exp(0.01 * np.tanh(np.log([1.0, 2.0, 5.0]) / 0.01))
+    out = reference(*query, soft_cap=0.01)
+    np.testing.assert_allclose(out.item(), weights @ [8, 16, 32] / weights.sum(), rtol=1e-6)
+    # Keys and values halved in the pool, and scales of two.
+    halves = pool(3, 2, 1, 1)
+    halves[0, 1:] = kv[0, 1:] / 2
+    scales = jnp.full((1, 4, 2, 1), 2.0)
+    out = reference([[[1.0]]], halves, [[1, 2, 3]], [3], [0, 1], scales=scales)
+    np.testing.assert_allclose(out.item(), 25.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("block_size", "lanes"), [(1, 0), (3, 0), (4, 5)])

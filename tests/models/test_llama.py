@@ -1,5 +1,6 @@
 """The Llama family against logits and greedy tokens that transformers computed in float32."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -60,12 +61,7 @@ def test_paged_logits_equal_the_reference_and_the_dense_form(models, name):
         num_decode=0,
     )
     kv = core.create_kv_cache(model.cache_spec(), 20, 4, jnp.float32)
-    kv = core.KVCache(
-        kv=jnp.full_like(kv.kv, jnp.nan),
-        layout=kv.layout,
-        num_kv_heads=kv.num_kv_heads,
-        head_dim=kv.head_dim,
-    )
+    kv = dataclasses.replace(kv, kv=jnp.full_like(kv.kv, jnp.nan))
     run = jax.jit(lambda batch, cache: model.logits(model(batch, cache)[0]))
     logits = run(batch, core.PagedCache(blocks=blocks, kv=kv))
     starts = np.asarray(batch.query_starts)

@@ -65,6 +65,21 @@ def test_attention_names_the_backends_that_are_built(op, cache, no_import_hook):
         op(cache, jnp.zeros((T, 4, D)), backend="cuda")
 
 
+@attend
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
+        ({"soft_cap": 0.0}, r"soft_cap \(0.0\) must be above 0"),
+        ({"soft_cap": -1.0}, r"soft_cap \(-1.0\) must be above 0"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(op, cache, option, message):
+    with pytest.raises(ValueError, match=message):
+        op(cache, jnp.zeros((T, 4, D)), **option)
+
+
 def test_write_names_the_backends_that_are_built(cache, no_import_hook):
     tokens = jnp.zeros((T, K, D))
     with pytest.raises(NotImplementedError, match="backend 'cuda' is not built"):
