@@ -120,11 +120,58 @@ def test_an_image_fits_a_pool_with_wider_rows():
 def test_an_image_of_another_model_is_refused(name, shape, heads_and_dim):
     num_kv_heads, head_dim = heads_and_dim
     other = KVCache(
-        kv=jnp.zeros(shape), layout="split", num_kv_heads=num_kv_heads, head_dim=head_dim
+        kv=jnp.zeros(shape),
+        scales=jnp.zeros(0),
+        layout="split",
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
     )
     image = core.swap_out(other, [1, 2])
     with pytest.raises(ValueError, match=f"{name} of the image .* must be that of the pool"):
         core.swap_in(random_pool(0), [1, 2], image)
+
+
+def written_pool(dtype: str, layout: str) -> KVCache:
+    """Blocks 1 to 3 written in both layers, quantised where the pool is."""
+    cache = core.create_kv_cache(SPEC, N, P, dtype, layout)
+    rng = np.random.default_rng(5)
+    for layer in range(L):
+        keys, values = rng.standard_normal((2, 3 * P, K, D), dtype=np.float32)
+        cache = core.write(cache, layer, keys, values, np.arange(P, 4 * P, dtype=np.int32))
+    return cache
+
+
+def read_back(cache: KVCache, table: list[int]) -> np.ndarray:
+    table = np.array(table, np.int32)
+    return np.stack([core.gather(cache, layer, table, 3 * P) for layer in range(L)])
+
+
+@pytest.mark.parametrize("target", ["int8", "float8_e5m2", "float32"])
+@pytest.mark.parametrize("source", ["int8", "float32"])
+def test_scales_move_with_their_blocks(source, target):
+    image = core.swap_out(written_pool(source, "split"), [1, 2, 3])
+    pool = core.create_kv_cache(SPEC, N, P, target, "packed")
+    after = swap_in(pool, np.array([7, 4, 12], np.int32), image)
+    assert after.kv.dtype.name == target
+    expected = read_back(written_pool(source, "split"), [1, 2, 3])
+    got = read_back(after, [7, 4, 12])
+    if target in (source, "float32"):
+        np.testing.assert_array_equal(got, expected)
+    else:
+        # Rounded once more: half a unit of 2 bits of mantissa, or half a step of 127.
+        largest = np.abs(expected).max(axis=-1, keepdims=True)
+        error = 1 / 8 if target == "float8_e5m2" else 1 / 254
+        assert (np.abs(got - expected) <= error * largest).all()
+
+
+def test_an_8_bit_cache_is_restored_with_its_scales(tmp_path):
+    blocks, _ = core.allocate(core.create_block_state(N, P, 2, 4), jnp.array([3 * P, 0]))
+    kv = written_pool("int8", "packed")
+    core.save_cache(tmp_path / "cache", PagedCache(blocks=blocks, kv=kv))
+    for layout in LAYOUTS:
+        restored = core.restore_cache(tmp_path / "cache", layout=layout)
+        assert restored.kv.kv.dtype == jnp.int8
+        np.testing.assert_array_equal(read_back(restored.kv, [1, 2, 3]), read_back(kv, [1, 2, 3]))
 
 
 def test_an_image_of_another_number_of_blocks_is_refused():
