@@ -9,13 +9,12 @@ token                    f   position = 5  writes it, attends, and samples the s
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from paged_jax import core, ops
 from paged_jax.core import Batch, PagedCache
@@ -45,7 +44,6 @@ class RowState:
     top_p: jax.Array  # f32[S], 1 = off
 
 
-Values = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
 StepFn = Callable[[Any, Batch, PagedCache], tuple[jax.Array, PagedCache]]
 SampleFn = Callable[[jax.Array, RowState], jax.Array]
 
@@ -68,21 +66,21 @@ def create_row_state(max_seqs: int) -> RowState:
 
 def start_rows(
     rows: RowState,
-    row_ids: Values,
+    row_ids: core.Values,
     *,
-    token: Values,
-    position: Values,
-    steps_left: Values,
-    stop_ids: Values = (),
-    seeds: Values = (0, 0, 0),
-    temperature: Values = 0.0,
-    top_k: Values = 0,
-    top_p: Values = 1.0,
+    token: core.Values,
+    position: core.Values,
+    steps_left: core.Values,
+    stop_ids: core.Values = (),
+    seeds: core.Values = (0, 0, 0),
+    temperature: core.Values = 0.0,
+    top_k: core.Values = 0,
+    top_p: core.Values = 1.0,
 ) -> RowState:
     """Sets all fields of rows whose prompt has been computed; scalars hold for each of them.
 
     Args:
-      row_ids: i32[F]; S is padding.
+      row_ids: i32[F]; S is padding, and so is what is out of range.
       token: i32[F], the first token after the prompt.
       position: i32[F], tokens in the cache, `lengths` of the block state.
       steps_left: i32[F], tokens to sample after `token`; 0 leaves the row finished.
@@ -94,8 +92,9 @@ def start_rows(
       top_p: f32[F]; 1 is off.
     Raises: ValueError for more than MAX_STOP_IDS stop ids.
     """
-    row_ids = jnp.asarray(row_ids, jnp.int32)
-    stop_ids = jnp.asarray(stop_ids, jnp.int32)
+    row_ids = jnp.atleast_1d(core.as_i32(row_ids, "row_ids"))
+    row_ids = jnp.where(row_ids < 0, rows.token.shape[0], row_ids)
+    stop_ids = jnp.atleast_1d(core.as_i32(stop_ids, "stop_ids"))
     if stop_ids.shape[-1] > MAX_STOP_IDS:
         raise ValueError(f"stop_ids ({stop_ids.shape[-1]}) must be at most {MAX_STOP_IDS} per row")
     padding = [(0, 0)] * (stop_ids.ndim - 1) + [(0, MAX_STOP_IDS - stop_ids.shape[-1])]
@@ -117,8 +116,21 @@ def start_rows(
     return jax.tree.map(lambda old, x: old.at[row_ids].set(x, mode="drop"), rows, new)
 
 
+def finish_rows(rows: RowState, mask: jax.Array) -> RowState:
+    """Ends rows before their time, beside `core.free`.
+
+    Args:
+      mask: bool[S], True for rows to end.
+    """
+    return dataclasses.replace(rows, finished=rows.finished | mask)
+
+
 def fork_rows(
-    rows: RowState, parents: Values, children: Values, *, choices: Values | None = None
+    rows: RowState,
+    parents: core.Values,
+    children: core.Values,
+    *,
+    choices: core.Values | None = None,
 ) -> RowState:
     """Copies rows beside `core.fork`, so that children go on from where their parents stand.
 
@@ -131,7 +143,9 @@ def fork_rows(
         parent; None keeps the parent's.
     """
     max_seqs = rows.token.shape[0]
-    parents, children = jnp.asarray(parents, jnp.int32), jnp.asarray(children, jnp.int32)
+    parents, children = core.as_lists(parents=parents, children=children)
+    if not parents.shape[0]:
+        return rows
     numbers = None if choices is None else jnp.asarray(choices, jnp.uint32)
 
     def body(i, rows: RowState) -> RowState:
@@ -147,7 +161,10 @@ def fork_rows(
 
 
 def seed_words(seed: int, choice: int = 0) -> tuple[int, int, int]:
-    """An entry of `RowState.seeds`: JAX drops the high word of a large seed silently."""
+    """An entry of `RowState.seeds`, on the host: JAX drops the high word of a large seed silently.
+
+    Rows with one seed and one choice draw the same; give n rows of a prompt n choices.
+    """
     return seed % 2**32, seed // 2**32 % 2**32, choice
 
 
@@ -184,9 +201,10 @@ def decode_loop(
     Each step allocates room for a token per row, copies blocks that are shared and about to be
     written, runs the model, and samples. Blocks are given out in ascending row order. A row is
     frozen when it is finished (stop id or `steps_left`), and when its next token finds no block or
-    no room in its table: it is then `stalled`, for the rest of this call; free some rows and call
-    again. Frozen rows write to the null block and cost no attention. The loop ends early when no
-    row is left to run. Nothing is read back; call it under `jit` and donate `cache`.
+    no room in its table: it is then `stalled` for the rest of this call. Free some rows with
+    `core.free` and `finish_rows` and call again. Frozen rows write to the null block and cost no
+    attention. The loop ends early when no row is left to run. Nothing is read back; call it under
+    `jit` and donate `cache`.
 
     Args:
       step_fn: `step_fn(params, batch, cache) -> (logits [S, V], cache)`. Token i of the batch is
@@ -202,8 +220,17 @@ def decode_loop(
         and a row that cannot have all its blocks does not start.
     Returns: (cache, rows, tokens i32[num_steps, S]). Row r sampled as many tokens as its position
       moved; they come first in its column, and zeros follow.
+    Raises: ValueError when `rows` has another S than the cache, or for a negative `num_steps`.
     """
     max_seqs = rows.token.shape[0]
+    if max_seqs != cache.blocks.max_seqs:
+        raise ValueError(
+            f"rows ({max_seqs}) must be as many as the cache has ({cache.blocks.max_seqs})"
+        )
+    if num_steps < 0:
+        raise ValueError(f"num_steps ({num_steps}) must be at least 0")
+    if num_steps == 0:
+        return cache, rows, jnp.zeros((0, max_seqs), jnp.int32)
     rows = dataclasses.replace(
         rows,
         finished=rows.finished | (rows.steps_left <= 0),
@@ -258,7 +285,9 @@ def _reserve(cache: PagedCache, rows: RowState, num_steps: int) -> PagedCache:
     blocks = cache.blocks
     most = blocks.max_blocks_per_seq * blocks.block_size
     end = jnp.minimum(rows.position + jnp.minimum(rows.steps_left, num_steps), most)
-    new_tokens = jnp.where(_is_live(rows), jnp.maximum(end - blocks.lengths, 0), 0)
+    # A row with fewer tokens than its position was freed or truncated: it must not run on.
+    can_run = _is_live(rows) & (rows.position <= blocks.lengths)
+    new_tokens = jnp.where(can_run, jnp.maximum(end - blocks.lengths, 0), 0)
     new_tokens = jnp.where(core.fit(blocks, new_tokens), new_tokens, 0)
     # A row grows by what its tokens fill, and copies one block at most.
     bound = blocks.max_seqs * (ceil_div(num_steps, blocks.block_size) + 1)

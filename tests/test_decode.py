@@ -21,6 +21,7 @@ from paged_jax.decode import (
     NO_STOP_ID,
     create_row_state,
     decode_loop,
+    finish_rows,
     fork_rows,
     greedy,
     sample,
@@ -225,7 +226,7 @@ def test_rows_without_a_block_stall_and_go_on_later(reserved):
     assert [lengths[row] for row in PROMPTS] == [int(rows.position[row]) for row in PROMPTS]
     # Rows 1 and 2 go; the others find their blocks.
     blocks = jax.jit(core.free)(cache.blocks, np.array([False, True, True, False]))
-    rows = dataclasses.replace(rows, finished=rows.finished.at[2].set(True))
+    rows = finish_rows(rows, jnp.arange(S) == 2)
     cache, rows, tokens = loop(PagedCache(blocks=blocks, kv=cache.kv), rows, reserved=reserved)
     for row in (0, 3):
         count = STEPS - len(before[row])
@@ -251,6 +252,39 @@ def test_a_row_stalls_when_its_table_is_full(reserved):
     assert rows.position.tolist() == [M * P, 0, 0, 0]
     assert rows.stalled.tolist() == [True, False, False, False]
     assert said(rows, tokens, prompts)[0] == alone(prompts[0], 2)
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_row_that_was_freed_and_not_finished_stalls_alone(reserved):
+    prompts = {**PROMPTS, 2: list(range(20))}
+    cache, first = prefill(poisoned_cache(), prompts)
+    rows = started(prompts, first)
+    blocks = jax.jit(core.free)(cache.blocks, np.arange(S) == 2)
+    _, rows, tokens = loop(PagedCache(blocks=blocks, kv=cache.kv), rows, reserved=reserved)
+    assert rows.stalled.tolist() == [False, False, True, False]
+    assert said(rows, tokens, prompts) == {0: alone(prompts[0], STEPS), 2: [], 3: alone([8], STEPS)}
+
+
+def test_no_steps_change_nothing_and_fewer_are_refused():
+    cache, first = prefill(poisoned_cache(), PROMPTS)
+    rows = started(PROMPTS, first)
+    run = {"step_fn": scripted_step, "params": None, "cache": cache, "rows": rows}
+    after, same_rows, tokens = decode_loop(**run, num_steps=0)
+    assert tokens.shape == (0, S)
+    assert after is cache
+    assert same_rows is rows
+    with pytest.raises(ValueError, match=r"num_steps \(-1\) must be at least 0"):
+        decode_loop(**run, num_steps=-1)
+    run["rows"] = create_row_state(S + 2)
+    with pytest.raises(ValueError, match=r"rows \(6\) must be as many as the cache has \(4\)"):
+        decode_loop(**run, num_steps=1)
+
+
+def test_row_ids_out_of_range_start_nothing():
+    rows = start_rows(create_row_state(S), [-1, S, 9], token=3, position=1, steps_left=1)
+    assert rows.finished.all()
+    rows = start_rows(create_row_state(S), 2, token=3, position=1, steps_left=1, stop_ids=5)
+    assert rows.finished.tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("reserved", [False, True])

@@ -11,6 +11,7 @@ from paged_jax.core.state import (
     REASON_OUT_OF_BLOCKS,
     REASON_ROW_TOO_LONG,
     BlockState,
+    per_row,
 )
 from paged_jax.shapes import ceil_div
 
@@ -36,7 +37,7 @@ def needed(state: BlockState, new_tokens: jax.Array) -> jax.Array:
       new_tokens: i32[S], tokens to append per row; 0 for rows that take no part.
     Returns: i32[S], growth blocks plus one for a row that must copy the block it writes into.
     """
-    new_tokens = _clip_tokens(state, new_tokens)
+    new_tokens = _clip_tokens(state, per_row(state, new_tokens, "new_tokens"))
     return _growth(state, new_tokens) + _copies(state, new_tokens)[0].astype(jnp.int32)
 
 
@@ -51,6 +52,7 @@ def fit(state: BlockState, new_tokens: jax.Array) -> jax.Array:
       new_tokens: i32[S].
     Returns: bool[S]; True for rows with `new_tokens` 0.
     """
+    new_tokens = per_row(state, new_tokens, "new_tokens")
     short_enough = new_tokens <= _room(state)
     tokens = jnp.where(short_enough, _clip_tokens(state, new_tokens), 0)
     everything_fits = jnp.sum(needed(state, tokens), dtype=jnp.int32) <= state.num_free
@@ -90,7 +92,11 @@ def allocate(
       new_tokens: i32[S], at least 0 (a negative count sets a fault bit and counts as 0).
       max_new_blocks: Most blocks this call may take; bounds its work. None: N.
     Returns: The next state and an `Allocation`. With `ok` False the state equals the given one.
+    Raises: ValueError for another shape than [S] or a negative `max_new_blocks`.
     """
+    if max_new_blocks is not None and max_new_blocks < 0:
+        raise ValueError(f"max_new_blocks ({max_new_blocks}) must be at least 0")
+    new_tokens = per_row(state, new_tokens, "new_tokens")
     num_blocks, size = state.num_blocks, state.block_size
     max_seqs = state.max_seqs
     bound = min(num_blocks, max_seqs * (state.max_blocks_per_seq + 1))

@@ -19,8 +19,10 @@ def audit(state: BlockState, external: np.ndarray | None = None) -> None:
     Args:
       state: The state to check; it is read back to the host.
       external: i32[N+1], references held by owners other than rows; None means none.
-    Raises: AuditError.
+    Raises: AuditError; ValueError for `external` of another shape.
     """
+    if external is not None and np.shape(external) != (state.num_blocks + 1,):
+        raise ValueError(f"external must be [{state.num_blocks + 1}], not {np.shape(external)}")
     num_blocks, num_free = state.num_blocks, int(state.num_free)
     stack = np.asarray(state.free_blocks)
     refcounts = np.asarray(state.refcounts)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paged_jax.core.state import BlockState, slot_mapping
+from paged_jax.core.state import BlockState, as_i32, slot_mapping
 
 
 @jax.tree_util.register_dataclass
@@ -32,15 +32,15 @@ class Batch:
     query_starts: jax.Array  # i32[R+1], prefix sum of new tokens
     context_lens: jax.Array  # i32[R], tokens readable after this step's write; 0 in padding
     num_decode: jax.Array  # i32[]
-    num_rows: jax.Array  # i32[], decode and prefill rows
+    num_rows: jax.Array  # i32[], one past the last row that is not padding
     is_decode_only: bool = jax.tree.static(default=False)
     """Every row has one token and counts as decode: the program has no prefill attention."""
 
     @property
     def last_tokens(self) -> jax.Array:
         """i32[R], index on the token axis of each row's last token; 0 in padding."""
-        is_row = jnp.arange(self.row_ids.shape[0]) < self.num_rows
-        return jnp.where(is_row, self.query_starts[1:] - 1, 0)
+        has_token = self.query_starts[1:] > self.query_starts[:-1]
+        return jnp.where(has_token, self.query_starts[1:] - 1, 0)
 
 
 def make_batch(
@@ -59,14 +59,20 @@ def make_batch(
     Args:
       blocks: State after `allocate`.
       tokens: i32[T], packed: decode tokens, prefill tokens row after row, padding.
-      row_ids: i32[R], rows of the state, decode rows first; S is padding.
+      row_ids: i32[R], rows of the state, decode rows first; S is padding, which may stand anywhere
+        but before a decode row when `num_decode` is given.
       query_lens: i32[R], new tokens per row; 1 for decode rows, 0 for padding.
       num_decode: Leading rows that decode; None: all, which compiles no prefill attention. Then T
         must be R.
-    Raises: ValueError when `num_decode` is None and T is not R.
+    Raises: ValueError when `query_lens` and `row_ids` differ in length, or `num_decode` is None and
+      T is not R.
     """
-    tokens, row_ids = jnp.asarray(tokens, jnp.int32), jnp.asarray(row_ids, jnp.int32)
-    query_lens = jnp.asarray(query_lens, jnp.int32)
+    tokens, row_ids = as_i32(tokens, "tokens"), as_i32(row_ids, "row_ids")
+    query_lens = as_i32(query_lens, "query_lens")
+    if query_lens.shape != row_ids.shape:
+        raise ValueError(
+            f"query_lens {query_lens.shape} must be as many as row_ids {row_ids.shape}"
+        )
     is_decode_only = num_decode is None
     if is_decode_only and tokens.shape != row_ids.shape:
         raise ValueError(
@@ -74,14 +80,24 @@ def make_batch(
             "when every row decodes"
         )
     max_seqs = blocks.max_seqs
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
-    is_row = row_ids < max_seqs
-    num_rows = jnp.sum(is_row, dtype=jnp.int32)
+    is_row = (row_ids >= 0) & (row_ids < max_seqs)
+    row_ids = jnp.where(is_row, row_ids, max_seqs)
+    query_lens = jnp.where(is_row, query_lens, 0)
     context_lens = jnp.where(is_row, blocks.lengths[jnp.where(is_row, row_ids, 0)], 0)
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    is_real = index < starts[-1]
-    owner = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)
-    owner = jnp.where(is_real, owner, 0)
+    if is_decode_only:
+        # Token i is row i, wherever padding stands.
+        starts = jnp.arange(tokens.shape[0] + 1, dtype=jnp.int32)
+        owner, is_real = index, query_lens > 0
+        context_lens = jnp.where(is_real, context_lens, 0)
+    else:
+        ends = jnp.cumsum(query_lens, dtype=jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        is_real = index < starts[-1]
+        owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        owner = jnp.where(is_real, owner, 0)
+    row_index = jnp.arange(1, row_ids.shape[0] + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(is_row, row_index, 0), initial=0)
     first = context_lens - query_lens
     positions = jnp.where(is_real, first[owner] + index - starts[owner], 0)
     rows = jnp.where(is_real, row_ids[owner], max_seqs)

@@ -26,8 +26,16 @@ def describe(
       external: i32[N+1], references held by owners other than rows, as for `audit`.
       written: i32[S], tokens per row whose keys and values exist, such as `RowState.position`;
         None: all. The rest is reserved.
-    Raises: ValueError for a row or block out of range.
+    Raises: ValueError for a row or block out of range, for both, or for arrays of another shape.
     """
+    for name, values, size in (
+        ("external", external, state.num_blocks + 1),
+        ("written", written, state.max_seqs),
+    ):
+        if values is not None and np.shape(values) != (size,):
+            raise ValueError(f"{name} must be [{size}], not {np.shape(values)}")
+    if row is not None and block is not None:
+        raise ValueError("row and block must not both be given")
     view = _View(state, external, written)
     if row is not None and not 0 <= row < state.max_seqs:
         raise ValueError(f"row ({row}) must be in 0..{state.max_seqs - 1}")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paged_jax.core.state import BlockState
+from paged_jax.core.state import BlockState, as_i32, as_lists
 from paged_jax.shapes import ceil_div
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -172,6 +172,12 @@ def check_kv_dtype(dtype: Any) -> jnp.dtype:
     return dtype
 
 
+def check_layer(cache: KVCache, layer: jax.Array | int) -> None:
+    """ValueError for a layer out of range, where its value is known."""
+    if isinstance(layer, int) and not 0 <= layer < cache.num_layers:
+        raise ValueError(f"layer ({layer}) must be in 0..{cache.num_layers - 1}")
+
+
 def quantize(heads: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """8-bit numbers and the factor that gives the heads back: the largest magnitude fits exactly.
 
@@ -223,8 +229,10 @@ def write(
       values: [T, K, D].
       slots: i32[T], `block * P + offset` from `slot_mapping`; slot 0 for padding, whose writes
         land in the null block.
+    Raises: ValueError for a layer that is a Python integer out of range.
     """
-    scales = cache.scales
+    check_layer(cache, layer)
+    slots, scales = as_i32(slots, "slots"), cache.scales
     block, offset = slots // cache.block_size, slots % cache.block_size
     if cache.is_quantized:
         keys, key_scales = quantize(keys, cache.kv.dtype)
@@ -252,6 +260,7 @@ def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
       src: i32[S], blocks to read.
       dst: i32[S], blocks to write; entries with dst 0 are padding.
     """
+    src, dst = as_lists(src=src, dst=dst)
     is_real = dst > 0
     order = jnp.nonzero(is_real, size=dst.shape[0], fill_value=0)[0]
 
@@ -283,6 +292,8 @@ def gather(
     Returns: (keys, values), each [M * P, K, D] in the pool's dtype, or in float32 with the scales
       of an 8-bit pool applied; positions at or past `length` are zero whatever the blocks hold.
     """
+    check_layer(cache, layer)
+    table = as_i32(table, "table")
     rows = jnp.moveaxis(cache.kv[layer, table], 1, 2)  # [M, P, R, C]
     keys, values = from_pool_rows(cache, rows.reshape(-1, *rows.shape[2:]))
     if cache.is_quantized:

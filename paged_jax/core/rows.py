@@ -11,6 +11,9 @@ from paged_jax.core.state import (
     FAULT_OUT_OF_RANGE,
     FAULT_REPEATED,
     BlockState,
+    as_i32,
+    as_lists,
+    per_row,
 )
 from paged_jax.shapes import ceil_div
 
@@ -25,7 +28,11 @@ def free(state: BlockState, rows: jax.Array) -> BlockState:
 
     Args:
       rows: bool[S], True for rows to drop; empty rows may be named.
+    Raises: ValueError for anything but bool[S]: ids would name other rows than they say.
     """
+    rows = jnp.asarray(rows)
+    if rows.dtype != bool or rows.shape != (state.max_seqs,):
+        raise ValueError(f"rows must be bool[{state.max_seqs}], not {rows.dtype}{rows.shape}")
     return _shorten(state, jnp.where(rows, 0, state.lengths))
 
 
@@ -35,9 +42,10 @@ def truncate(state: BlockState, lengths: jax.Array) -> BlockState:
     Args:
       lengths: i32[S], tokens to keep per row (a negative one sets a fault bit and is ignored).
     """
+    lengths = per_row(state, lengths, "lengths")
     is_valid = lengths >= 0
     state = _fault(state, jnp.where(jnp.all(is_valid), 0, FAULT_OUT_OF_RANGE))
-    kept = jnp.minimum(lengths.astype(jnp.int32), state.lengths)
+    kept = jnp.minimum(lengths, state.lengths)
     return _shorten(state, jnp.where(is_valid, kept, state.lengths))
 
 
@@ -52,7 +60,7 @@ def fork(state: BlockState, parents: jax.Array, children: jax.Array) -> BlockSta
       children: i32[F], empty rows; S is padding.
     """
     max_seqs = state.max_seqs
-    parents, children = jnp.asarray(parents), jnp.asarray(children)
+    parents, children = as_lists(parents=parents, children=children)
     if not parents.shape[0]:
         return state
 
@@ -84,8 +92,8 @@ def share(
     Raises: ValueError when `block_ids` is not [F, M].
     """
     size, width = state.block_size, state.max_blocks_per_seq
-    rows, block_ids = jnp.asarray(rows), jnp.asarray(block_ids)
-    num_tokens = jnp.asarray(num_tokens)
+    rows, num_tokens = as_lists(rows=rows, num_tokens=num_tokens)
+    block_ids = as_i32(block_ids, "block_ids")
     if block_ids.shape != (rows.shape[0], width):
         raise ValueError(f"block_ids {block_ids.shape} must have shape {(rows.shape[0], width)}")
     if not rows.shape[0]:
@@ -93,9 +101,9 @@ def share(
     logical = jnp.arange(width, dtype=jnp.int32)
 
     def body(i, state: BlockState) -> BlockState:
-        length = num_tokens[i].astype(jnp.int32)
+        length = num_tokens[i]
         used = logical < ceil_div(length, size)
-        ids = jnp.where(used, block_ids[i], 0).astype(jnp.int32)
+        ids = jnp.where(used, block_ids[i], 0)
         in_range = (ids > 0) & (ids <= state.num_blocks)
         is_owned = state.refcounts[jnp.where(in_range, ids, 0)] > 0
         is_valid = jnp.all(in_range | ~used) & (length >= 0) & (length <= width * size)
@@ -120,6 +128,7 @@ def reindex(state: BlockState, rows: jax.Array, sources: jax.Array) -> BlockStat
       rows: i32[F], rows to replace; S is padding.
       sources: i32[F], rows to take the table and length of; S is padding.
     """
+    rows, sources = as_lists(rows=rows, sources=sources)
     if not rows.shape[0]:
         return state
     max_seqs = state.max_seqs
@@ -222,9 +231,10 @@ def _named_blocks(
     state: BlockState, block_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """i32[B] ids with 0 for what is not one, bool[B] which are, i32[] fault bits."""
+    (block_ids,) = as_lists(block_ids=block_ids)
     in_range = (block_ids > 0) & (block_ids <= state.num_blocks)
     fault = jnp.where(jnp.any(~in_range & (block_ids != 0)), FAULT_OUT_OF_RANGE, 0)
-    return jnp.where(in_range, block_ids, 0).astype(jnp.int32), in_range, fault
+    return jnp.where(in_range, block_ids, 0), in_range, fault
 
 
 def _adopt(

@@ -14,10 +14,17 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 PagedAttention", section 4.
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+Values = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+"""Integers, as an array of any kind or as lists."""
 
 FAULT_OUT_OF_RANGE = 1
 """A row, block, length or count outside its range."""
@@ -71,7 +78,7 @@ def create_block_state(
       block_size: Token positions per block P.
       max_seqs: Rows S.
       max_blocks_per_seq: Blocks per table row M.
-    Raises: ValueError for a size below 1.
+    Raises: ValueError for a size below 1; TypeError for one that is no integer.
     """
     sizes = {
         "num_blocks": num_blocks,
@@ -80,6 +87,7 @@ def create_block_state(
         "max_blocks_per_seq": max_blocks_per_seq,
     }
     for name, size in sizes.items():
+        operator.index(size)
         if size < 1:
             raise ValueError(f"{name} ({size}) must be at least 1")
     return BlockState(
@@ -94,7 +102,7 @@ def create_block_state(
 
 
 def translate(
-    state: BlockState, row: jax.Array | int, position: jax.Array | int
+    state: BlockState, row: ArrayLike, position: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
     """Logical to physical: the block that holds a position of a row, and the offset in it.
 
@@ -103,8 +111,7 @@ def translate(
     Returns: (block, offset), i32; block 0 for a logical block that the row does not hold.
     """
     size, width = state.block_size, state.max_blocks_per_seq
-    row = jnp.asarray(row, jnp.int32)
-    position = jnp.asarray(position, jnp.int32)
+    row, position = as_i32(row, "row"), as_i32(position, "position")
     logical = position // size
     is_valid = (row >= 0) & (row < state.max_seqs) & (logical >= 0) & (logical < width)
     block = state.block_tables[jnp.where(is_valid, row, 0), jnp.where(is_valid, logical, 0)]
@@ -120,8 +127,49 @@ def slot_mapping(state: BlockState, rows: jax.Array, positions: jax.Array) -> ja
     Returns: i32[T]; slot 0 (in the null block) for padding and for positions at or past the
       length of the row, so that no such write can touch a live block.
     """
+    rows, positions = as_i32(rows, "rows"), as_i32(positions, "positions")
     block, offset = translate(state, rows, positions)
     is_row = (rows >= 0) & (rows < state.max_seqs)
     length = jnp.where(is_row, state.lengths[jnp.where(is_row, rows, 0)], 0)
     is_live = (positions >= 0) & (positions < length)
     return jnp.where(is_live, block * state.block_size + offset, 0)
+
+
+def as_i32(values: Values, name: str) -> jax.Array:
+    """Integers of any width as i32, saturating: a wide one must not wrap into the valid range.
+
+    Raises: ValueError when they are no integers.
+    """
+    limits = jnp.iinfo(jnp.int32)
+    if not isinstance(values, jax.Array):
+        host = np.asarray(values)
+        if host.size and not np.issubdtype(host.dtype, np.integer):
+            raise ValueError(f"{name} must be integers, not {host.dtype}")
+        return jnp.asarray(np.clip(host, limits.min, limits.max).astype(np.int32))
+    if values.dtype == jnp.int32:
+        return values
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, not {values.dtype}")
+    if values.dtype.itemsize < 4:
+        return values.astype(jnp.int32)
+    lowest = max(limits.min, jnp.iinfo(values.dtype).min)
+    return jnp.clip(values, lowest, limits.max).astype(jnp.int32)
+
+
+def per_row(state: BlockState, values: Values, name: str) -> jax.Array:
+    """i32[S] from integers; ValueError for another shape."""
+    array = as_i32(values, name)
+    if array.shape != (state.max_seqs,):
+        raise ValueError(
+            f"{name} must have one entry per row ({state.max_seqs}), not {array.shape}"
+        )
+    return array
+
+
+def as_lists(**lists: Values) -> tuple[jax.Array, ...]:
+    """i32[F] lists of equal length; ValueError for others."""
+    arrays = tuple(as_i32(values, name) for name, values in lists.items())
+    shapes = {name: array.shape for name, array in zip(lists, arrays, strict=True)}
+    if len(set(shapes.values())) > 1 or any(array.ndim != 1 for array in arrays):
+        raise ValueError(f"lists must have one dimension and equal length, not {shapes}")
+    return arrays

@@ -19,7 +19,7 @@ from paged_jax.core.kv import (
     quantize,
     to_pool_rows,
 )
-from paged_jax.core.state import BlockState
+from paged_jax.core.state import BlockState, as_i32
 
 FORMAT = 1
 """Version of the files that `save_cache` writes."""
@@ -32,7 +32,9 @@ def swap_out(cache: KVCache, ids: ArrayLike) -> KVCache:
       ids: i32[B], blocks to read.
     Returns: A host image: a `KVCache` of numpy arrays `[L, B, R, P, C]`, scales and tags included,
       that hold these blocks and no null block, in the order of `ids`.
+    Raises: ValueError for an id out of range.
     """
+    _check_ids(cache, ids)
     return jax.device_get(_take(cache, jnp.asarray(ids, jnp.int32)))
 
 
@@ -44,10 +46,12 @@ def swap_in(cache: KVCache, ids: ArrayLike, image: KVCache) -> KVCache:
     Args:
       ids: i32[B], blocks to write, in the order of the image; 0 is padding.
       image: From `swap_out`.
-    Raises: ValueError when the image does not belong to this model or block size, or has another
-      number of blocks than there are ids.
+    Raises: ValueError when the image does not belong to this model or block size, has another
+      number of blocks than there are ids, or for an id out of range that the host knows.
     """
-    ids = jnp.asarray(ids, jnp.int32)
+    if not isinstance(ids, jax.Array):
+        _check_ids(cache, ids)
+    ids = as_i32(ids, "ids")
     _check_image(cache, image, ids.shape[0])
     image = _convert(image, cache)
     # An id below 0 would wrap to the last block; it is dropped as one above N is.
@@ -186,6 +190,13 @@ def _convert(image: KVCache, like: KVCache) -> KVCache:
             scales = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1), 3, 2)
     kv = jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
     return dataclasses.replace(image, kv=kv, scales=scales, layout=like.layout)
+
+
+def _check_ids(cache: KVCache, ids: ArrayLike) -> None:
+    host = np.asarray(ids)
+    wrong = host[(host < 0) | (host > cache.num_blocks)]
+    if wrong.size:
+        raise ValueError(f"id {wrong[0]} must be in 0..{cache.num_blocks}")
 
 
 def _check_image(cache: KVCache, image: KVCache, num_ids: int) -> None:

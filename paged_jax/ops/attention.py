@@ -1,5 +1,7 @@
 """Paged attention: argument checks and the choice of a backend."""
 
+import math
+import operator
 from typing import Literal
 
 import jax
@@ -11,6 +13,8 @@ from paged_jax.core import KVCache
 from paged_jax.ops import xla
 
 Backend = Literal["xla"]
+SMALLEST_CAP = 1e-6
+"""Soft caps below this leave float32: the quotient overflows, and 0 / 0 is NaN."""
 BACKENDS: tuple[Backend, ...] = ("xla",)
 
 
@@ -50,10 +54,17 @@ def paged_decode(
       range.
     Source: Kwon et al. 2023, section 4.1; Milakov and Gimelshein 2018 (online softmax).
     """
-    _check(q, cache, backend)
+    _check(q, cache, layer, sinks, backend)
+    tables = core.as_i32(block_tables, "block_tables")
+    lens = core.as_i32(context_lens, "context_lens")
+    if tables.shape[:1] != q.shape[:1] or lens.shape != q.shape[:1]:
+        raise ValueError(
+            f"block_tables {tables.shape} and context_lens {lens.shape} must have a row per query "
+            f"({q.shape[0]})"
+        )
     attention = _options(sm_scale, sliding_window, soft_cap)
     rows = q.shape[0] if num_rows is None else num_rows
-    out, lse = xla.decode(q, cache, layer, block_tables, context_lens, sinks, rows, attention)
+    out, lse = xla.decode(q, cache, layer, tables, lens, sinks, rows, attention)
     return (out, lse) if return_lse else out
 
 
@@ -100,16 +111,25 @@ def paged_prefill(
       range.
     Source: Dao et al. 2022 (tiling); Agrawal et al. 2023 (chunked prefill).
     """
-    _check(q, cache, backend)
+    _check(q, cache, layer, sinks, backend)
+    tables = core.as_i32(block_tables, "block_tables")
+    lens = core.as_i32(context_lens, "context_lens")
+    starts = core.as_i32(query_starts, "query_starts")
+    count = tables.shape[0]
+    if lens.shape != (count,) or starts.shape != (count + 1,):
+        raise ValueError(
+            f"context_lens {lens.shape} must have R and query_starts {starts.shape} R + 1 entries "
+            f"for R = {count} rows of block_tables"
+        )
     attention = _options(sm_scale, sliding_window, soft_cap)
-    end = block_tables.shape[0] if num_rows is None else num_rows
+    end = count if num_rows is None else num_rows
     out, lse = xla.prefill(
         q,
         cache,
         layer,
-        block_tables,
-        context_lens,
-        query_starts,
+        tables,
+        lens,
+        starts,
         sinks,
         first_row,
         end,
@@ -139,6 +159,7 @@ def write_kv(
     Raises: ValueError if K or D is not the pool's.
     """
     _check_backend(backend)
+    core.check_layer(cache, layer)
     expected = (slots.shape[0], cache.num_kv_heads, cache.head_dim)
     if keys.shape != expected or values.shape != expected:
         raise ValueError(
@@ -149,15 +170,26 @@ def write_kv(
 
 
 def _options(sm_scale: float, sliding_window: int | None, soft_cap: float | None) -> xla.Attention:
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window ({sliding_window}) must be at least 1")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap ({soft_cap}) must be above 0")
+    if sliding_window is not None:
+        sliding_window = min(operator.index(sliding_window), xla.NO_WINDOW)
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window ({sliding_window}) must be at least 1")
+    if soft_cap is not None and not soft_cap >= SMALLEST_CAP:
+        raise ValueError(f"soft_cap ({soft_cap}) must be at least {SMALLEST_CAP}")
+    if soft_cap == math.inf:
+        soft_cap = None
     return xla.Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
-def _check(q: jax.Array, cache: KVCache, backend: str | None) -> None:
+def _check(
+    q: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    sinks: jax.Array | None,
+    backend: str | None,
+) -> None:
     _check_backend(backend)
+    core.check_layer(cache, layer)
     _, heads, width = q.shape
     if heads % cache.num_kv_heads:
         raise ValueError(
@@ -165,6 +197,8 @@ def _check(q: jax.Array, cache: KVCache, backend: str | None) -> None:
         )
     if width != cache.head_dim:
         raise ValueError(f"head_dim of q ({width}) must be that of the cache ({cache.head_dim})")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks {sinks.shape} must have one entry per query head ({heads})")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be floating point, not {q.dtype}")
 

@@ -19,6 +19,9 @@ PREFILL_CHUNK = 128
 QUERY_TILE = 64
 """Query tokens per tile in prefill."""
 
+NO_WINDOW = 2**30
+"""Longer than any row."""
+
 # Finite, so that a difference of two masked maxima is 0 and not NaN.
 _MASKED = -1e30
 
@@ -47,6 +50,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """See `paged_jax.ops.paged_decode`; q is [S, H, D]. Returns outputs and log-sum-exp [S, H]."""
     rows, heads, width = q.shape
+    if not rows:
+        return q, jnp.zeros((0, heads), jnp.float32)
     tables, chunk = _padded_tables(block_tables, cache.block_size, DECODE_CHUNK)
     grouped = _scaled(q, attention).reshape(rows, cache.num_kv_heads, -1, width)
     start = _start(grouped.shape[1:], sinks)
@@ -85,6 +90,8 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """See `paged_jax.ops.paged_prefill`; q is [T, H, D]. Returns outputs and log-sum-exp [T, H]."""
     total, heads, width = q.shape
+    if not total or not block_tables.shape[0]:
+        return jnp.zeros_like(q), jnp.full((total, heads), -jnp.inf, jnp.float32)
     kv_heads = cache.num_kv_heads
     group = heads // kv_heads
     tile = min(QUERY_TILE, total)
@@ -143,7 +150,7 @@ def _scaled(q: jax.Array, attention: Attention) -> jax.Array:
 
 def _window(attention: Attention) -> int:
     """Keys that a query sees at most, itself included."""
-    return 2**30 if attention.sliding_window is None else attention.sliding_window
+    return NO_WINDOW if attention.sliding_window is None else attention.sliding_window
 
 
 def _merge(whole: jax.Array, tile: jax.Array, is_own: jax.Array, first: jax.Array) -> jax.Array:
@@ -220,7 +227,9 @@ def _start(shape: tuple[int, ...], sinks: jax.Array | None) -> Carry:
     kv_heads, queries, width = shape
     maximum = jnp.full((kv_heads, queries), _MASKED, jnp.float32)
     if sinks is not None:
-        maximum = sinks.astype(jnp.float32).reshape(kv_heads, queries)
+        # An infinite sink takes everything; infinity minus infinity would be NaN.
+        sinks = jnp.minimum(jnp.asarray(sinks, jnp.float32), jnp.finfo(jnp.float32).max)
+        maximum = sinks.reshape(kv_heads, queries)
     total = jnp.full((kv_heads, queries), 0.0 if sinks is None else 1.0, jnp.float32)
     return maximum, total, jnp.zeros((kv_heads, queries, width), jnp.float32)
 

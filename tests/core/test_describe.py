@@ -11,7 +11,7 @@ from paged_jax.ledger import Ledger
 from tests.core.transitions import padded, state_of
 
 RETAINED = np.bincount([2, 9], minlength=13)
-WRITTEN = np.array([6, 8, 12, 6, 1])
+WRITTEN = np.array([6, 8, 12, 6, 1, 0])
 
 # Slots: 9 used blocks have 36. Written are 4 + 2 of the pair that rows 0 and 3 share, 8 of row 1,
 # 12 of row 2, 1 of row 4, and all 4 of block 9, which is held outside: 31. Row 4 has reserved 2.

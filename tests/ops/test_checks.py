@@ -70,8 +70,8 @@ def test_attention_names_the_backends_that_are_built(op, cache, no_import_hook):
     ("option", "message"),
     [
         ({"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
-        ({"soft_cap": 0.0}, r"soft_cap \(0.0\) must be above 0"),
-        ({"soft_cap": -1.0}, r"soft_cap \(-1.0\) must be above 0"),
+        ({"soft_cap": 0.0}, r"soft_cap \(0.0\) must be at least 1e-06"),
+        ({"soft_cap": -1.0}, r"soft_cap \(-1.0\) must be at least 1e-06"),
     ],
     ids=str,
 )
@@ -99,3 +99,63 @@ def test_named_backends_run(cache):
     for backend in (None, *ops.BACKENDS):
         written = compiled(cache, tokens, tokens, backend=backend)
         assert np.asarray(written.kv)[0, 0, :, 0].all()
+
+
+def test_arrays_must_be_of_the_same_rows(cache, no_import_hook):
+    q = jnp.zeros((3, 4, D))
+    tables, lens = jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, jnp.int32)
+    for bad in ((tables[:2], lens), (tables, lens[:2])):
+        with pytest.raises(ValueError, match=r"must have a row per query \(3\)"):
+            ops.paged_decode(q, cache, 0, *bad, sm_scale=1.0)
+
+
+def test_query_starts_are_one_more_than_rows(cache, no_import_hook):
+    q, lens = jnp.zeros((3, 4, D)), jnp.zeros(3, jnp.int32)
+    with pytest.raises(ValueError, match=r"query_starts \(3,\) R \+ 1 entries for R = 3 rows"):
+        ops.paged_prefill(
+            q, cache, 0, jnp.zeros((3, 2), jnp.int32), lens, jnp.zeros(3, jnp.int32), sm_scale=1.0
+        )
+
+
+@attend
+def test_layer_and_sinks_must_be_of_the_model(op, cache, no_import_hook):
+    q = jnp.zeros((T, 4, D))
+    with pytest.raises(ValueError, match=r"sinks \(2,\) must have one entry per query head \(4\)"):
+        op(cache, q, sinks=jnp.zeros(2))
+
+
+@attend
+def test_extreme_options_stay_finite(op, cache, no_import_hook):
+    """Nothing is written: every row is empty, or attends to zeros."""
+    q = jnp.zeros((T, 4, D))
+    for options in (
+        {"sliding_window": 2**40},
+        {"sliding_window": np.int64(3)},
+        {"soft_cap": float("inf")},
+        {"soft_cap": 1e-6},
+        {"sinks": jnp.full(4, jnp.inf)},
+        {"sinks": jnp.full(4, -jnp.inf)},
+    ):
+        assert jnp.isfinite(op(cache, q, **options)).all(), options
+    with pytest.raises(ValueError, match="soft_cap"):
+        op(cache, q, soft_cap=float("nan"))
+
+
+def test_an_infinite_sink_takes_everything(cache):
+    ones = jnp.ones((1, K, D))
+    cache = write_one(cache, ones)
+    q, tables, lens = jnp.ones((1, 4, D)), jnp.array([[1]]), jnp.array([1])
+    for sink, expected in ((jnp.inf, 0.0), (-jnp.inf, 1.0)):
+        out = ops.paged_decode(
+            q, cache, 0, tables, lens, sm_scale=1.0, sinks=jnp.full(4, sink, jnp.float32)
+        )
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def write_one(cache, heads):
+    return ops.write_kv(cache, 0, heads, heads, jnp.array([4]))
+
+
+@attend
+def test_no_queries_give_no_outputs(op, cache):
+    assert op(cache, jnp.zeros((0, 4, D))).shape == (0, 4, D)
