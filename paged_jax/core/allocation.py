@@ -154,16 +154,12 @@ def allocate(
 
 def _pop(state: BlockState, entry: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `taken` topmost ids, topmost first and zero-padded to entry's size; the stack left."""
-    size = entry.shape[0]
-    # A window of the stack that ends at its top, or starts at its bottom where it is short.
-    start = jnp.maximum(state.num_free - size, 0)
-    window = jax.lax.dynamic_slice_in_dim(state.free_blocks, start, size)
-    is_left = entry < state.num_free - start - taken
-    stack = jax.lax.dynamic_update_slice_in_dim(
-        state.free_blocks, jnp.where(is_left, window, 0), start, axis=0
-    )
-    top = window[jnp.maximum(state.num_free - start - 1 - entry, 0)]
-    return jnp.where(entry < taken, top, 0), stack
+    place = jnp.maximum(state.num_free - 1 - entry, 0)
+    top = jnp.where(entry < taken, state.free_blocks[place], 0)
+    # Cleared where an id was read, ids being above 0: a write that does not wait for the read
+    # makes XLA copy the whole stack.
+    place = jnp.where(top > 0, place, state.num_blocks + 1)
+    return top, state.free_blocks.at[place].set(0, mode="drop")
 
 
 def _prefix_sum(counts: jax.Array) -> jax.Array:

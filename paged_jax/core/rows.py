@@ -142,28 +142,25 @@ def reindex(state: BlockState, rows: jax.Array, sources: jax.Array) -> BlockStat
     moves = in_range & ~is_padding & ~is_repeated & (rows != sources)
     row, source = jnp.where(moves, rows, max_seqs), jnp.where(moves, sources, 0)
 
-    def move() -> BlockState:
-        ids, lengths = state.block_tables[source], state.lengths[source]
-        # All new references are taken before any old one is dropped, so that no block that is
-        # still wanted passes through 0.
-        out = state.num_blocks + 1
-        order = jnp.nonzero(moves, size=rows.shape[0], fill_value=0)[0]
+    ids, lengths = state.block_tables[source], state.lengths[source]
+    # All new references are taken before any old one is dropped, so that no block that is
+    # still wanted passes through 0.
+    out = state.num_blocks + 1
+    order = jnp.nonzero(moves, size=rows.shape[0], fill_value=0)[0]
 
-        def retain_row(i, refcounts):
-            held = ids[order[i]]
-            return refcounts.at[jnp.where(held > 0, held, out)].add(1, mode="drop")
+    def retain_row(i, refcounts):
+        held = ids[order[i]]
+        return refcounts.at[jnp.where(held > 0, held, out)].add(1, mode="drop")
 
-        total = jnp.sum(moves, dtype=jnp.int32)
-        refcounts = jax.lax.fori_loop(0, total, retain_row, state.refcounts)
-        dropped = jnp.zeros(max_seqs, bool).at[row].set(True, mode="drop")
-        emptied = free(dataclasses.replace(state, refcounts=refcounts), dropped)
-        return dataclasses.replace(
-            emptied,
-            block_tables=emptied.block_tables.at[row].set(ids, mode="drop"),
-            lengths=emptied.lengths.at[row].set(lengths, mode="drop"),
-        )
-
-    return jax.lax.cond(jnp.any(moves), move, lambda: state)
+    total = jnp.sum(moves, dtype=jnp.int32)
+    refcounts = jax.lax.fori_loop(0, total, retain_row, state.refcounts)
+    dropped = jnp.zeros(max_seqs, bool).at[row].set(True, mode="drop")
+    emptied = free(dataclasses.replace(state, refcounts=refcounts), dropped)
+    return dataclasses.replace(
+        emptied,
+        block_tables=emptied.block_tables.at[row].set(ids, mode="drop"),
+        lengths=emptied.lengths.at[row].set(lengths, mode="drop"),
+    )
 
 
 def retain(state: BlockState, block_ids: jax.Array) -> BlockState:
@@ -249,10 +246,14 @@ def _adopt(
     go = in_range & (fault == 0)
     target = jnp.where(go, row, max_seqs)
     state = _fault(state, fault)
+    block_tables = state.block_tables.at[target].set(ids, mode="drop")
+    # Read back from the row just written: ids may come from another row, and XLA copies the tables
+    # when that one is read at two places.
+    held = block_tables[jnp.where(go, row, 0)]
     return dataclasses.replace(
         state,
-        refcounts=state.refcounts.at[jnp.where(go & (ids > 0), ids, out)].add(1, mode="drop"),
-        block_tables=state.block_tables.at[target].set(ids, mode="drop"),
+        refcounts=state.refcounts.at[jnp.where(go & (held > 0), held, out)].add(1, mode="drop"),
+        block_tables=block_tables,
         lengths=state.lengths.at[target].set(length, mode="drop"),
     )
 
@@ -283,20 +284,25 @@ def _shorten(state: BlockState, lengths: jax.Array) -> BlockState:
 
     def clear_chunk(carry):
         next_block, block_tables = carry
-        row, logical, dropped = next_chunk(next_block)
+        row = jnp.argmax(next_block > keep)
+        begin = next_block[row] - chunk
+        first = jnp.minimum(begin, state.max_blocks_per_seq - chunk)
+        logical = first + jnp.arange(chunk, dtype=jnp.int32)
+        dropped = (logical >= begin) & (logical < held[row])
         target = jnp.where(dropped, logical, state.max_blocks_per_seq)
         block_tables = block_tables.at[row, target].set(0, mode="drop")
-        return next_block.at[row].add(chunk), block_tables
+        return next_block.at[row].add(-chunk), block_tables
 
     def has_more(carry):
         return jnp.any(carry[0] < held)
 
     keep = ceil_div(lengths, state.block_size)
     carry = (keep, state.free_blocks, state.num_free, state.refcounts)
-    _, free_blocks, num_free, refcounts = jax.lax.while_loop(has_more, release_chunk, carry)
-    # A loop of its own: one that reads and writes the tables copies all of them at every turn.
-    carry = (keep, state.block_tables)
-    _, block_tables = jax.lax.while_loop(has_more, clear_chunk, carry)
+    end, free_blocks, num_free, refcounts = jax.lax.while_loop(has_more, release_chunk, carry)
+    # A loop of its own: one that reads and writes the tables copies all of them at every turn. It
+    # goes backwards from where the first ended, since XLA copies them once if it need not wait.
+    carry = (end, state.block_tables)
+    _, block_tables = jax.lax.while_loop(lambda carry: jnp.any(carry[0] > keep), clear_chunk, carry)
     return dataclasses.replace(
         state,
         free_blocks=free_blocks,
