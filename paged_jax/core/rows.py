@@ -156,9 +156,13 @@ def reindex(state: BlockState, rows: jax.Array, sources: jax.Array) -> BlockStat
     refcounts = jax.lax.fori_loop(0, total, retain_row, state.refcounts)
     dropped = jnp.zeros(max_seqs, bool).at[row].set(True, mode="drop")
     emptied = free(dataclasses.replace(state, refcounts=refcounts), dropped)
+
+    def fill_row(i, block_tables):
+        return block_tables.at[row[order[i]]].set(ids[order[i]], mode="drop")
+
     return dataclasses.replace(
         emptied,
-        block_tables=emptied.block_tables.at[row].set(ids, mode="drop"),
+        block_tables=jax.lax.fori_loop(0, total, fill_row, emptied.block_tables),
         lengths=emptied.lengths.at[row].set(lengths, mode="drop"),
     )
 
