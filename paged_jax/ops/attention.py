@@ -62,10 +62,10 @@ def paged_decode(
             f"block_tables {tables.shape} and context_lens {lens.shape} must have a row per query "
             f"({q.shape[0]})"
         )
-    attention = _options(sm_scale, sliding_window, soft_cap)
+    attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     rows = q.shape[0] if num_rows is None else num_rows
     out, lse = xla.decode(q, cache, layer, tables, lens, sinks, rows, attention)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 def paged_prefill(
@@ -121,7 +121,7 @@ def paged_prefill(
             f"context_lens {lens.shape} must have R and query_starts {starts.shape} R + 1 entries "
             f"for R = {count} rows of block_tables"
         )
-    attention = _options(sm_scale, sliding_window, soft_cap)
+    attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     end = count if num_rows is None else num_rows
     out, lse = xla.prefill(
         q,
@@ -135,7 +135,7 @@ def paged_prefill(
         end,
         attention,
     )
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 def write_kv(
@@ -169,16 +169,23 @@ def write_kv(
     return core.write(cache, layer, keys, values, slots)
 
 
-def _options(sm_scale: float, sliding_window: int | None, soft_cap: float | None) -> xla.Attention:
+def _options(
+    sm_scale: float, sliding_window: int | None, soft_cap: float | None, has_lse: bool
+) -> xla.Attention:
     if sliding_window is not None:
-        sliding_window = min(operator.index(sliding_window), xla.NO_WINDOW)
+        sliding_window = min(operator.index(sliding_window), 2**30)  # longer than any row
         if sliding_window < 1:
             raise ValueError(f"sliding_window ({sliding_window}) must be at least 1")
     if soft_cap is not None and not soft_cap >= SMALLEST_CAP:
         raise ValueError(f"soft_cap ({soft_cap}) must be at least {SMALLEST_CAP}")
     if soft_cap == math.inf:
         soft_cap = None
-    return xla.Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    return xla.Attention(
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        has_lse=has_lse,
+    )
 
 
 def _check(

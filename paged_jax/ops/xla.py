@@ -19,9 +19,6 @@ PREFILL_CHUNK = 128
 QUERY_TILE = 64
 """Query tokens per tile in prefill."""
 
-NO_WINDOW = 2**30
-"""Longer than any row."""
-
 # Finite, so that a difference of two masked maxima is 0 and not NaN.
 _MASKED = -1e30
 
@@ -36,6 +33,7 @@ class Attention:
     sm_scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    has_lse: bool = False
 
 
 def decode(
@@ -47,11 +45,14 @@ def decode(
     sinks: jax.Array | None,
     num_rows: jax.Array | int,
     attention: Attention,
-) -> tuple[jax.Array, jax.Array]:
-    """See `paged_jax.ops.paged_decode`; q is [S, H, D]. Returns outputs and log-sum-exp [S, H]."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `paged_jax.ops.paged_decode`; q is [S, H, D]. Returns outputs and log-sum-exp [S, H].
+
+    What an option does not need is left out: a model compiles this once per layer.
+    """
     rows, heads, width = q.shape
     if not rows:
-        return q, jnp.zeros((0, heads), jnp.float32)
+        return q, _no_lse((0, heads), attention)
     tables, chunk = _padded_tables(block_tables, cache.block_size, DECODE_CHUNK)
     grouped = _scaled(q, attention).reshape(rows, cache.num_kv_heads, -1, width)
     start = _start(grouped.shape[1:], sinks)
@@ -59,20 +60,20 @@ def decode(
     def one_row(i, carry):
         out, lse = carry
         length = context_lens[i]
-        first = jnp.maximum(length - _window(attention), 0)
+        first = _first_seen(length - 1, attention)
 
         def one_chunk(c, carry):
             chunk_of_row = _read_chunk(cache, layer, tables[i], c, chunk)
-            positions = chunk_of_row.positions
-            seen = ((positions >= first) & (positions < length))[None, :]
+            seen = _seen(chunk_of_row.positions, length[None] - 1, attention)
             return _accumulate(carry, grouped[i], chunk_of_row, seen, attention)
 
         carry = jax.lax.fori_loop(first // chunk, ceil_div(length, chunk), one_chunk, start)
-        result, row_lse = _finish(carry)
-        out = out.at[i].set(result.reshape(heads, width).astype(q.dtype))
-        return out, lse.at[i].set(row_lse.reshape(heads))
+        out = out.at[i].set(_normalise(carry).reshape(heads, width).astype(q.dtype))
+        if lse is not None:
+            lse = lse.at[i].set(_log_sum_exp(carry).reshape(heads))
+        return out, lse
 
-    empty = jnp.zeros_like(q), jnp.full((rows, heads), -jnp.inf, jnp.float32)
+    empty = jnp.zeros_like(q), _no_lse((rows, heads), attention)
     return jax.lax.fori_loop(0, num_rows, one_row, empty)
 
 
@@ -87,11 +88,11 @@ def prefill(
     first_row: jax.Array | int,
     num_rows: jax.Array | int,
     attention: Attention,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """See `paged_jax.ops.paged_prefill`; q is [T, H, D]. Returns outputs and log-sum-exp [T, H]."""
     total, heads, width = q.shape
     if not total or not block_tables.shape[0]:
-        return jnp.zeros_like(q), jnp.full((total, heads), -jnp.inf, jnp.float32)
+        return jnp.zeros_like(q), _no_lse((total, heads), attention)
     kv_heads = cache.num_kv_heads
     group = heads // kv_heads
     tile = min(QUERY_TILE, total)
@@ -115,42 +116,54 @@ def prefill(
             position = length - count + t * tile + within
             # The positions that the tile's live queries see: from the window of the first to the
             # last of all.
-            begin = jnp.maximum(position[0] + 1 - _window(attention), 0)
+            begin = _first_seen(position[0], attention)
             end = jnp.minimum(length - count + (t + 1) * tile, length)
 
             def one_chunk(c, carry):
                 chunk_of_row = _read_chunk(cache, layer, tables[r], c, chunk)
-                key = chunk_of_row.positions[None, :]
-                last = jnp.minimum(position, length - 1)[:, None]
-                seen = (key <= last) & (key > last - _window(attention))
-                return _accumulate(
-                    carry, queries, chunk_of_row, jnp.tile(seen, (group, 1)), attention
-                )
+                last = jnp.minimum(position, length - 1)
+                seen = jnp.tile(_seen(chunk_of_row.positions, last, attention), (group, 1))
+                return _accumulate(carry, queries, chunk_of_row, seen, attention)
 
-            result, lse = _finish(
-                jax.lax.fori_loop(begin // chunk, ceil_div(end, chunk), one_chunk, start_carry)
-            )
-            result = result.reshape(kv_heads, group, tile, width).transpose(2, 0, 1, 3)
+            out, lse = carry
+            carry = jax.lax.fori_loop(begin // chunk, ceil_div(end, chunk), one_chunk, start_carry)
+            result = _normalise(carry).reshape(kv_heads, group, tile, width).transpose(2, 0, 1, 3)
             result = result.reshape(tile, heads, width).astype(q.dtype)
-            lse = lse.reshape(heads, tile).T
             # The tile may reach into the next row or into padding, which it leaves alone.
             is_own = t * tile + within < count
-            return _merge(carry[0], result, is_own, first), _merge(carry[1], lse, is_own, first)
+            if lse is not None:
+                lse = _merge(lse, _log_sum_exp(carry).reshape(heads, tile).T, is_own, first)
+            return _merge(out, result, is_own, first), lse
 
         return jax.lax.fori_loop(0, ceil_div(count, tile), one_tile, carry)
 
-    empty = jnp.zeros_like(padded), jnp.full(padded.shape[:2], -jnp.inf, jnp.float32)
+    empty = jnp.zeros_like(padded), _no_lse(padded.shape[:2], attention)
     out, lse = jax.lax.fori_loop(first_row, num_rows, one_row, empty)
-    return out[:total], lse[:total]
+    return out[:total], None if lse is None else lse[:total]
 
 
 def _scaled(q: jax.Array, attention: Attention) -> jax.Array:
     return q.astype(jnp.float32) * jnp.float32(attention.sm_scale)
 
 
-def _window(attention: Attention) -> int:
-    """Keys that a query sees at most, itself included."""
-    return NO_WINDOW if attention.sliding_window is None else attention.sliding_window
+def _first_seen(position: jax.Array, attention: Attention) -> jax.Array | int:
+    """The first key that a query at this position sees."""
+    if attention.sliding_window is None:
+        return 0
+    return jnp.maximum(position + 1 - attention.sliding_window, 0)
+
+
+def _seen(keys: jax.Array, queries: jax.Array, attention: Attention) -> jax.Array:
+    """bool[Q, C], which keys [C] queries [Q] see, by their positions."""
+    key, query = keys[None, :], queries[:, None]
+    seen = key <= query
+    if attention.sliding_window is None:
+        return seen
+    return seen & (key > query - attention.sliding_window)
+
+
+def _no_lse(shape: tuple[int, ...], attention: Attention) -> jax.Array | None:
+    return jnp.full(shape, -jnp.inf, jnp.float32) if attention.has_lse else None
 
 
 def _merge(whole: jax.Array, tile: jax.Array, is_own: jax.Array, first: jax.Array) -> jax.Array:
@@ -265,10 +278,14 @@ def _accumulate(
     )
 
 
-def _finish(carry: Carry) -> tuple[jax.Array, jax.Array]:
-    """Outputs [K, Q, D], zero where nothing was seen, and log-sum-exp [K, Q], -inf there."""
-    maximum, total, accumulator = carry
+def _normalise(carry: Carry) -> jax.Array:
+    """Outputs [K, Q, D]; zero where nothing was seen."""
+    _, total, accumulator = carry
+    return accumulator / jnp.where(total > 0.0, total, 1.0)[..., None]
+
+
+def _log_sum_exp(carry: Carry) -> jax.Array:
+    """Log-sum-exp [K, Q]; -inf where nothing was seen."""
+    maximum, total, _ = carry
     has_seen = total > 0.0
-    safe = jnp.where(has_seen, total, 1.0)
-    lse = jnp.where(has_seen, maximum + jnp.log(safe), -jnp.inf)
-    return accumulator / safe[..., None], lse
+    return jnp.where(has_seen, maximum + jnp.log(jnp.where(has_seen, total, 1.0)), -jnp.inf)
