@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paged_jax.core.state import BlockState, as_i32, slot_mapping
+from paged_jax.core.state import BlockState, as_i32, count_to_last, slot_mapping
 
 
 @jax.tree_util.register_dataclass
@@ -96,8 +96,7 @@ def make_batch(
         is_real = index < starts[-1]
         owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         owner = jnp.where(is_real, owner, 0)
-    row_index = jnp.arange(1, row_ids.shape[0] + 1, dtype=jnp.int32)
-    num_rows = jnp.max(jnp.where(is_row, row_index, 0), initial=0)
+    num_rows = count_to_last(is_row)
     first = context_lens - query_lens
     positions = jnp.where(is_real, first[owner] + index - starts[owner], 0)
     rows = jnp.where(is_real, row_ids[owner], max_seqs)

@@ -13,6 +13,7 @@ from paged_jax.core.state import (
     BlockState,
     as_i32,
     as_lists,
+    count_to_last,
     per_row,
 )
 from paged_jax.shapes import ceil_div
@@ -74,7 +75,7 @@ def fork(state: BlockState, parents: jax.Array, children: jax.Array) -> BlockSta
         return _adopt(state, row, state.block_tables[source], state.lengths[source], fault)
 
     is_padding = (parents == max_seqs) | (children == max_seqs)
-    return jax.lax.fori_loop(0, _count(~is_padding), body, state)
+    return jax.lax.fori_loop(0, count_to_last(~is_padding), body, state)
 
 
 def share(
@@ -114,7 +115,7 @@ def share(
         fault = jnp.where(is_valid, fault, FAULT_OUT_OF_RANGE)
         return _adopt(state, rows[i], ids, length, fault)
 
-    return jax.lax.fori_loop(0, _count(rows != state.max_seqs), body, state)
+    return jax.lax.fori_loop(0, count_to_last(rows != state.max_seqs), body, state)
 
 
 def reindex(state: BlockState, rows: jax.Array, sources: jax.Array) -> BlockState:
@@ -223,11 +224,6 @@ def _union(bits: jax.Array) -> jax.Array:
     return jax.lax.reduce(bits.astype(jnp.int32), jnp.int32(0), jax.lax.bitwise_or, (0,))
 
 
-def _count(is_real: jax.Array) -> jax.Array:
-    """i32[], one past the last real entry: padding at the end costs no iteration."""
-    return jnp.max(jnp.where(is_real, jnp.arange(1, is_real.shape[0] + 1), 0), initial=0)
-
-
 def _named_blocks(
     state: BlockState, block_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -268,16 +264,16 @@ def _shorten(state: BlockState, lengths: jax.Array) -> BlockState:
     chunk = min(_RELEASE_CHUNK, state.max_blocks_per_seq)
     out = state.num_blocks + 1
 
-    def next_chunk(next_block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The lowest row with blocks to release, its next logical blocks, and which count."""
-        row = jnp.argmax(next_block < held)
-        first = jnp.minimum(next_block[row], state.max_blocks_per_seq - chunk)
+    def chunk_at(row: jax.Array, begin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logical blocks [chunk] of a row from `begin`, and which of them it holds."""
+        first = jnp.minimum(begin, state.max_blocks_per_seq - chunk)
         logical = first + jnp.arange(chunk, dtype=jnp.int32)
-        return row, logical, (logical >= next_block[row]) & (logical < held[row])
+        return logical, (logical >= begin) & (logical < held[row])
 
     def release_chunk(carry):
         next_block, free_blocks, num_free, refcounts = carry
-        row, logical, dropped = next_chunk(next_block)
+        row = jnp.argmax(next_block < held)  # the lowest with blocks to release
+        logical, dropped = chunk_at(row, next_block[row])
         ids = jnp.where(dropped, state.block_tables[row, logical], 0)
         refcounts = refcounts.at[jnp.where(dropped, ids, out)].add(-1, mode="drop")
         freed = dropped & (refcounts[ids] == 0)
@@ -289,10 +285,7 @@ def _shorten(state: BlockState, lengths: jax.Array) -> BlockState:
     def clear_chunk(carry):
         next_block, block_tables = carry
         row = jnp.argmax(next_block > keep)
-        begin = next_block[row] - chunk
-        first = jnp.minimum(begin, state.max_blocks_per_seq - chunk)
-        logical = first + jnp.arange(chunk, dtype=jnp.int32)
-        dropped = (logical >= begin) & (logical < held[row])
+        logical, dropped = chunk_at(row, next_block[row] - chunk)
         target = jnp.where(dropped, logical, state.max_blocks_per_seq)
         block_tables = block_tables.at[row, target].set(0, mode="drop")
         return next_block.at[row].add(-chunk), block_tables

@@ -173,3 +173,9 @@ def as_lists(**lists: Values) -> tuple[jax.Array, ...]:
     if len(set(shapes.values())) > 1 or any(array.ndim != 1 for array in arrays):
         raise ValueError(f"lists must have one dimension and equal length, not {shapes}")
     return arrays
+
+
+def count_to_last(is_real: jax.Array) -> jax.Array:
+    """i32[], one past the last real entry of bool[F]: padding at the end costs nothing."""
+    index = jnp.arange(1, is_real.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(is_real, index, 0), initial=0)
