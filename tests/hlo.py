@@ -1,6 +1,20 @@
 """What XLA made of a program, read from its text."""
 
+import math
 import re
+from collections.abc import Iterator
+
+# `%name = type opcode(`; a type is an array or a tuple, and no space stands before a bracket in it.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\(")
+_ARRAY = re.compile(r"[a-z]\w*\[([\d,]+)\](?:\{([\d,]*))?")
+
+# What moves nothing: names for a buffer, control flow, and updates, which XLA does in place if it
+# can and with a copy, which is then an instruction of its own, if it cannot. The body of a fusion
+# is in the text too.
+_IN_PLACE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "fusion",
+    "custom-call", "dynamic-update-slice", "scatter", "copy-done", "opt-barrier",
+}  # fmt: skip
 
 
 def pool_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -11,3 +25,34 @@ def pool_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
         rf"= \(?\w+\[(?:{whole}|(?:1,)?{layer})\]\S* (?:copy|copy-start|dynamic-slice|slice)\("
     )
     return re.findall(pattern, hlo)
+
+
+def pool_faults(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """Whatever moves a pool `[L, ...]` or a layer of it, under any shape, in optimised HLO text.
+
+    Stricter than `pool_copies`, for programs whose every pool access is a kernel's: a transposed,
+    reshaped or converted pool counts too, and so does a pool in another layout than row-major,
+    which a kernel cannot take without a copy in every call.
+    """
+    faults = []
+    for name, dims, layout, opcode in _arrays(hlo):
+        size = math.prod(dims)
+        if size in (math.prod(shape), math.prod(shape[1:])) and opcode not in _IN_PLACE:
+            faults.append(f"{opcode} of {list(dims)} in {name}")
+        if sorted(dims) == sorted(shape) and layout != sorted(layout, reverse=True):
+            faults.append(f"layout {layout} of {list(dims)} in {name}")
+    return faults
+
+
+def _arrays(hlo: str) -> Iterator[tuple[str, tuple[int, ...], list[int], str]]:
+    """(name, dims, minor-to-major layout, opcode) of every array that an instruction makes."""
+    for line in hlo.splitlines():
+        if (match := _INSTRUCTION.match(line)) is None:
+            continue
+        name, type_, opcode = match.groups()
+        for dims, layout in _ARRAY.findall(type_):
+            yield name, _numbers(dims), list(_numbers(layout)), opcode
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)

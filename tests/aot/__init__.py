@@ -1,0 +1,1 @@
+"""Compiles every kernel for hardware that is not attached."""
