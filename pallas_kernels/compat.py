@@ -29,3 +29,21 @@ def tpu_interpret_params() -> Any:
     return pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", **strict
     )
+
+
+def tpu_compiler_params(
+    semantics: tuple[Any, ...], vmem_limit_bytes: int | None, *, is_checked: bool = False
+) -> Any:
+    """Compiler parameters of a TPU kernel; bounds and semaphores are checked on request only."""
+    return pltpu.CompilerParams(
+        dimension_semantics=semantics,
+        vmem_limit_bytes=vmem_limit_bytes,
+        disable_bounds_checks=not is_checked,
+        disable_semaphore_checks=not is_checked,
+    )
+
+
+def out_struct(shape: tuple[int, ...], dtype: Any, *, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape of a kernel's output that varies over the same mesh axes as `like`."""
+    del like
+    return jax.ShapeDtypeStruct(shape, dtype)
