@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 # `%name = type opcode(`; a type is an array or a tuple, and no space stands before a bracket in it.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\(")
-_ARRAY = re.compile(r"[a-z]\w*\[([\d,]+)\](?:\{([\d,]*))?")
+_ARRAY = re.compile(r"[a-z]\w*\[([\d,]+)\](?:\{([\d,]*)([^}]*))?")
 
 # What moves nothing: names for a buffer, control flow, and updates, which XLA does in place if it
 # can and with a copy, which is then an instruction of its own, if it cannot. The body of a fusion
@@ -35,23 +35,24 @@ def pool_faults(hlo: str, shape: tuple[int, ...]) -> list[str]:
     which a kernel cannot take without a copy in every call.
     """
     faults = []
-    for name, dims, layout, opcode in _arrays(hlo):
+    for name, dims, layout, memory, opcode in _arrays(hlo):
         size = math.prod(dims)
         if size in (math.prod(shape), math.prod(shape[1:])) and opcode not in _IN_PLACE:
-            faults.append(f"{opcode} of {list(dims)} in {name}")
+            faults.append(f"{opcode} of {list(dims)} in {memory}: {name}")
         if sorted(dims) == sorted(shape) and layout != sorted(layout, reverse=True):
-            faults.append(f"layout {layout} of {list(dims)} in {name}")
-    return faults
+            faults.append(f"layout {layout} of {list(dims)}: {name}")
+    return list(dict.fromkeys(faults))
 
 
-def _arrays(hlo: str) -> Iterator[tuple[str, tuple[int, ...], list[int], str]]:
-    """(name, dims, minor-to-major layout, opcode) of every array that an instruction makes."""
+def _arrays(hlo: str) -> Iterator[tuple[str, tuple[int, ...], list[int], str, str]]:
+    """(name, dims, minor-to-major layout, memory, opcode) of every array an instruction makes."""
     for line in hlo.splitlines():
         if (match := _INSTRUCTION.match(line)) is None:
             continue
         name, type_, opcode = match.groups()
-        for dims, layout in _ARRAY.findall(type_):
-            yield name, _numbers(dims), list(_numbers(layout)), opcode
+        for dims, layout, tiling in _ARRAY.findall(type_):
+            memory = "VMEM" if "S(1)" in tiling else "HBM"
+            yield name, _numbers(dims), list(_numbers(layout)), memory, opcode
 
 
 def _numbers(text: str) -> tuple[int, ...]:

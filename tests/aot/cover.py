@@ -1,6 +1,6 @@
 """A small set of entries in which every two values of two factors meet, where they may meet.
 
-The full product takes most of an hour to compile, and a kernel that fails to compile mostly does so
+The full product takes an hour to compile, and a kernel that fails to compile mostly does so
 for one value or for two that meet (a head count with a block size). A dtype may fail in one kernel
 on one target, which is three: those meet too.
 """

@@ -33,9 +33,9 @@ class Program:
         return sum(_num_bytes(x) for i in self.donate for x in jax.tree.leaves(self.args[i]))
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer of the pool: no program needs as much working memory."""
-        return _num_bytes(self.pools[0]) // NUM_LAYERS
+    def pool_bytes(self) -> int:
+        """Bytes of the pool: no program needs as much working memory."""
+        return _num_bytes(self.pools[0])
 
 
 def program(entry: Entry) -> Program:

@@ -1,6 +1,6 @@
 """Compiles the whole product of factors and writes the result as a page: docs/tpu_compiles.md.
 
-    python -m tests.aot.table        # most of an hour on two cores; goes on where it was stopped
+    python -m tests.aot.table        # an hour on two cores; goes on where it was stopped
 
 Results are kept in build/tpu_compiles.jsonl under a fingerprint of kernels and compiler: after a
 change of either, all is compiled again.
@@ -72,6 +72,8 @@ def compile_cell(entry: Entry) -> str:
         return found.faults[0]
     if found.alias_bytes < made.donated_bytes:
         return "donated pool is copied"
+    if found.temp_bytes >= made.pool_bytes:
+        return f"{found.temp_bytes >> 20} MiB of temporaries"
     kib = round(found.temp_bytes / 1024)
     return f"ok, {kib} KiB" if kib else "ok"
 
