@@ -9,7 +9,6 @@ eight rows: the query of head t is zero outside its own rows of the tile, so tha
 the heads can be added.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,7 @@ from pallas_kernels.tpu.softmax import (
     LOG2E,
     MASKED,
     Options,
+    base2_sinks,
     lane_sums,
     pick_rows,
     product,
@@ -129,13 +129,10 @@ def paged_decode(
         num_cores=config.num_cores,
     )
     tiles = _to_tiles(to_pool_heads(q.astype(jnp.float32), heads), shape)
+    sink_tiles = None
     if sinks is not None:
-        base2 = jnp.maximum(jnp.asarray(sinks, jnp.float32), MASKED / LOG2E) * LOG2E
-        base2 = jnp.minimum(base2, jnp.finfo(jnp.float32).max)
-        sink_tiles = _to_tiles(per_head(base2, heads)[None, ..., None], shape)[0]
+        sink_tiles = _to_tiles(per_head(base2_sinks(sinks), heads)[None, ..., None], shape)[0]
         sink_tiles = jnp.broadcast_to(sink_tiles, (*sink_tiles.shape[:2], LANES))
-    else:
-        sink_tiles = None
     out, lse = _call(
         shape, config, work, lens, layer, tiles, kv, scales, sink_tiles, return_lse, interpret
     )
@@ -178,7 +175,7 @@ def _call(
     has_lse: bool,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The pallas_call: [S, tiles, tile rows, C] float32 and, on request, log-sum-exp in 128 lanes."""
+    """The pallas_call: f32[S, tiles, tile rows, C] and, on request, log-sum-exp in 128 lanes."""
     num_seqs, num_tiles, tile_rows, width = tiles.shape
     items, bounds = work
     hbm, f32 = pl.BlockSpec(memory_space=pltpu.HBM), jnp.float32
@@ -247,26 +244,16 @@ def _decode_kernel(refs: Refs, *, shape: _Shape) -> None:
     refs.num_finished[0] = 0
     shape.fetch.table.begin(refs, row_of(refs.items[begin]), if_=begin < end)
 
-    def start(x, slot):
-        _start_item(refs, shape, x, slot, begin, end)
-
-    for i in range(ahead):
-        pl.when(begin + i < end)(functools.partial(start, begin + i, i))
-
     def step(x, slot):
         before = jax.lax.select(slot == 0, ahead, slot - 1)
-        pl.when(x + ahead < end)(lambda: start(x + ahead, before))
-        row, block = row_of(refs.items[x]), block_of(refs.items[x])
-        first, seen = _is_first(refs, x, row, begin), _seen(refs, shape, row, block)
-        pl.when(first)(lambda: _copy_queries(refs, row, slot).wait())
-        shape.fetch.wait(refs, slot, seen)
-        pl.when(first)(lambda: _start_row(refs, shape, slot))
-        pl.when(~seen.is_whole)(lambda: _attend(refs, shape, slot, seen))
-        pl.when(seen.is_whole)(lambda: _attend(refs, shape, slot, None))
-        pl.when(seen.high <= seen.size)(lambda: _finish_row(refs, shape, row))
+        pl.when(x + ahead < end)(lambda: _start_item(refs, shape, x + ahead, before, begin, end))
+        # The first steps have nothing to compute yet.
+        pl.when(x >= begin)(lambda: _compute_item(refs, shape, x, slot, begin))
         return jax.lax.select(slot == ahead, 0, slot + 1)
 
-    jax.lax.fori_loop(begin, end, step, jnp.int32(0))
+    # Item `begin` comes into slot 0.
+    first_slot = jnp.int32(shape.num_buffers - ahead if ahead else 0)
+    jax.lax.fori_loop(begin - ahead, end, step, first_slot)
     _drain(refs)
 
 
@@ -297,6 +284,17 @@ def _start_item(refs: Refs, shape: _Shape, x: Any, slot: Any, begin: Any, end: A
     )
     pl.when(first)(lambda: _copy_queries(refs, row, slot).start())
     shape.fetch.start(refs, slot, row, block, _seen(refs, shape, row, block))
+
+
+def _compute_item(refs: Refs, shape: _Shape, x: Any, slot: Any, begin: Any) -> None:
+    row, block = row_of(refs.items[x]), block_of(refs.items[x])
+    first, seen = _is_first(refs, x, row, begin), _seen(refs, shape, row, block)
+    pl.when(first)(lambda: _copy_queries(refs, row, slot).wait())
+    shape.fetch.wait(refs, slot, seen)
+    pl.when(first)(lambda: _start_row(refs, shape, slot))
+    pl.when(~seen.is_whole)(lambda: _attend(refs, shape, slot, seen))
+    pl.when(seen.is_whole)(lambda: _attend(refs, shape, slot, None))
+    pl.when(seen.high <= seen.size)(lambda: _finish_row(refs, shape, row))
 
 
 def _copy_queries(refs: Refs, row: jax.Array, slot: Any) -> Any:

@@ -1,11 +1,11 @@
 """Copies of whole blocks from the pool in HBM to buffers in VMEM, some items ahead of their use."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -53,7 +53,7 @@ class Fetch:
         """Starts the copies of those blocks of a chunk of `row` in which a key is seen."""
         layer = refs.layer[0]
 
-        def start_block(i: int) -> None:
+        def start_block(i: Any) -> None:
             id_ = self.table.read(refs, row, chunk * self.num_blocks + i)
             source = refs.kv.at[layer, id_]
             if self.pool_rows is not None:
@@ -84,10 +84,8 @@ class Fetch:
         pl.when(seen.is_whole)(wait_part)
         pl.when(~seen.is_whole)(lambda: self.each_live(seen, wait_part))
 
-    def each_live(self, seen: Interval, act: Callable[[int], None]) -> None:
-        """Calls `act` for the blocks of a chunk in which a key is seen."""
-        for i in range(self.num_blocks):
-            live = seen.high > i * self.block_size
-            if not isinstance(seen.low, int):
-                live &= seen.low < (i + 1) * self.block_size
-            pl.when(live)(functools.partial(act, i))
+    def each_live(self, seen: Interval, act: Callable[[Any], None]) -> None:
+        """Calls `act` for the blocks of a chunk in which a key is seen; they are consecutive."""
+        first = 0 if isinstance(seen.low, int) else jnp.maximum(seen.low, 0) // self.block_size
+        end = jnp.minimum(pl.cdiv(seen.high, self.block_size), self.num_blocks)
+        jax.lax.fori_loop(first, end, lambda i, _: act(i), None)

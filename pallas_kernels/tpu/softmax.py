@@ -88,3 +88,9 @@ def pick_rows(found: dict[int, jax.Array], height: int, shape: tuple[int, ...]) 
         result = array if result is None else jnp.where(row < i * height, result, array)
     assert result is not None
     return result
+
+
+def base2_sinks(sinks: jax.Array) -> jax.Array:
+    """Logits of sinks in base 2, finite: an infinite one less itself would be NaN."""
+    sinks = jnp.maximum(jnp.asarray(sinks, jnp.float32) * LOG2E, MASKED)
+    return jnp.minimum(sinks, jnp.finfo(jnp.float32).max)
