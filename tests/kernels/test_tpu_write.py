@@ -33,7 +33,9 @@ PREFILL_16 = [
     *run(7, 5, 11), *run(2, 0, 16), *run(4, 0, 3), PADDING, PADDING, *run(9, 8, 8), (1, 0),
     *run(5, 14, 2), *run(6, 0, 1),
 ]  # fmt: skip
-MIXED_32 = [(3, 31), *run(4, 20, 12), *run(6, 0, 32), *run(5, 0, 9), (1, 8), PADDING, *run(2, 7, 3)]
+MIXED_32 = [
+    (3, 31), *run(4, 20, 12), *run(6, 0, 32), *run(5, 1, 15), (1, 8), PADDING, *run(2, 7, 3)
+]  # fmt: skip
 DECODE_128 = [(8, 127), (1, 0), PADDING, (3, 64), *run(2, 15, 2)]
 # More items than buffers: in flight are at most as many as there are.
 SINGLES_8 = [(1 + i, (3 * i) % 8) for i in range(9)] + [(1 + i, (3 * i + 1) % 8) for i in range(9)]
