@@ -1,13 +1,14 @@
 """What the race detector of TPU interpret mode found."""
 
-# The public API of JAX 0.10.2 only prints races.
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+import pytest
+
+# What JAX 0.10.2 prints for each race; its record of races is private.
+MESSAGE = "RACE DETECTED"
 
 
-def races_found() -> bool:
-    """Whether the last interpreted kernel raced; from JAX 0.12 on, one that does also raises.
+def races_found(capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether kernels raced since the last call; from JAX 0.12 on, one that does also raises.
 
-    Raises: AssertionError when the last kernel was not run by the race detector.
+    Read the kernel's output first: kernels run asynchronously.
     """
-    assert interpret_pallas_call.races is not None, "no kernel was searched for races"
-    return interpret_pallas_call.races.races_found
+    return MESSAGE in capsys.readouterr().out

@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.core import KVCache
 from paged_jax.core import copy_blocks as core_copy_blocks
 from pallas_kernels.compat import tpu_interpret_params
 from pallas_kernels.tpu.copy import copy_blocks
-from tests.kernels.races import races_found
+from tests.kernels.races import MESSAGE, races_found
 
 LAYERS, BLOCKS = 3, 24
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_blocks_are_copied_and_nothing_else_changes(dtype, rng):
+def test_blocks_are_copied_and_nothing_else_changes(dtype, rng, capsys):
     shape = (LAYERS, BLOCKS + 1, 2, 8)
     is_quantized = dtype != "bfloat16"
     kv = rng.standard_normal((*shape, 128)).astype(jnp.dtype(dtype))
@@ -30,7 +31,8 @@ def test_blocks_are_copied_and_nothing_else_changes(dtype, rng):
     pools = (jnp.asarray(kv), jnp.asarray(scales))[: 2 if is_quantized else 1]
     copy = jax.jit(functools.partial(copy_blocks, interpret=tpu_interpret_params()))
     got = copy(pools, src, dst)
-    assert not races_found()
+    jax.block_until_ready(got)
+    assert not races_found(capsys)
     cache = KVCache(
         kv=pools[0],
         scales=pools[1] if is_quantized else jnp.zeros(0),
@@ -43,6 +45,19 @@ def test_blocks_are_copied_and_nothing_else_changes(dtype, rng):
         assert_same_bits(pool, expected)
     for pool, expected in zip(copy(pools, src, np.zeros_like(dst)), pools, strict=True):
         assert_same_bits(pool, expected)
+
+
+def test_a_block_that_is_written_and_read_is_found_to_race(capsys):
+    """Otherwise tests that find no race would show nothing."""
+    pools = (jnp.zeros((1, 4, 2, 8, 128)),)
+    src, dst = jnp.array([1, 2]), jnp.array([2, 3])
+    try:
+        jax.block_until_ready(copy_blocks(pools, src, dst, interpret=tpu_interpret_params()))
+        found = races_found(capsys)
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12
+        found = MESSAGE in str(error)
+        pltpu.reset_tpu_interpret_mode_state()
+    assert found
 
 
 def test_arguments_that_cannot_be_served_are_refused():

@@ -55,7 +55,7 @@ ROW_CASES = {
 
 
 @pytest.mark.parametrize("name", ROW_CASES)
-def test_rows_land_in_their_slots_and_nothing_else_changes(name, rng):
+def test_rows_land_in_their_slots_and_nothing_else_changes(name, rng, capsys):
     dtype, block_size, pool_rows, places, num_tokens, options = ROW_CASES[name]
     # A row is wider than a register in one case.
     width = 256 if name == "decode_f32_p8" else 128
@@ -66,7 +66,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(name, rng):
     write_tokens, num_tokens = interpreted(write_rows, **options), num_tokens or len(slots)
     got = write_tokens(kv, LAYER, rows, slots, num_tokens=num_tokens)
     assert_same_bits(got, written(kv, rows, slots, num_tokens))
-    assert not races_found()
+    assert not races_found(capsys)
     assert_same_bits(write_tokens(kv, LAYER, rows, slots, num_tokens=0), kv)
 
 
@@ -80,17 +80,17 @@ SCALE_CASES = {
 
 
 @pytest.mark.parametrize("name", SCALE_CASES)
-def test_scales_land_in_their_slots_and_nothing_else_changes(name, rng):
+def test_scales_land_in_their_slots_and_nothing_else_changes(name, rng, capsys):
     block_size, pairs, places, num_tokens = SCALE_CASES[name]
     scales = poisoned((LAYERS, BLOCKS + 1, pairs, block_size), "float32")
     new = rng.uniform(0.01, 0.03, (len(places), pairs)).astype(np.float32)
     slots = to_slots(places, block_size)
     got = interpreted(write_scales)(scales, LAYER, new, slots, num_tokens=num_tokens)
     assert_same_bits(got, written(scales, new, slots, num_tokens))
-    assert not races_found()
+    assert not races_found(capsys)
 
 
-def test_kernels_write_what_the_core_writes(rng):
+def test_kernels_write_what_the_core_writes(rng, capsys):
     num_heads, block_size = 2, 128
     shape = (LAYERS, BLOCKS + 1, 2 * num_heads, block_size)
     cache = KVCache(
@@ -121,7 +121,7 @@ def test_kernels_write_what_the_core_writes(rng):
         got = interpreted(kernel, interpret=interpret)(pool, LAYER, new, slots)
         # The core writes padding into the null block.
         assert_same_bits(got[:, 1:], expected[:, 1:])
-        assert not races_found()
+        assert not races_found(capsys)
 
 
 def test_items_are_runs_inside_tiles():
