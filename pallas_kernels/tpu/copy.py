@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import compat
+from pallas_kernels.tpu.hbm import HBM, in_hbm
+
 IN_FLIGHT = 8
 """Pairs of blocks whose copies are in flight."""
-
-
-def out_struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Type of a kernel's output."""
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def copy_blocks(
@@ -47,23 +45,23 @@ def copy_blocks(
     src, dst = (zeros.at[place].set(ids, mode="drop") for ids in (src, dst))
     num_pairs = jnp.sum(is_real, dtype=jnp.int32).reshape(1)
 
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    checks = {} if interpret else {"disable_bounds_checks": True, "disable_semaphore_checks": True}
     copied = pl.pallas_call(
         functools.partial(_copy_kernel, num_pools=len(pools)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(1,),
-            in_specs=[hbm] * len(pools),
-            out_specs=[hbm] * len(pools),
+            in_specs=[HBM] * len(pools),
+            out_specs=[HBM] * len(pools),
             scratch_shapes=[pltpu.SemaphoreType.DMA((len(pools), IN_FLIGHT))],
         ),
-        out_shape=[out_struct(pool.shape, pool.dtype) for pool in pools],
+        out_shape=[compat.out_struct(pool.shape, pool.dtype, like=pool) for pool in pools],
         input_output_aliases={3 + i: i for i in range(len(pools))},
-        compiler_params=pltpu.CompilerParams(**checks),
+        compiler_params=compat.tpu_compiler_params(
+            ("arbitrary",), None, is_checked=bool(interpret)
+        ),
         interpret=interpret,
         name="copy_blocks",
-    )(src, dst, num_pairs, *pools)
+    )(src, dst, num_pairs, *(in_hbm(pool, interpret) for pool in pools))
     return tuple(copied)
 
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat
 from pallas_kernels.tpu.config import DecodeConfig, decode_config
 from pallas_kernels.tpu.fetch import Fetch, Interval
+from pallas_kernels.tpu.hbm import HBM, in_hbm
 from pallas_kernels.tpu.heads import (
     LANES,
     Heads,
@@ -178,7 +179,7 @@ def _call(
     """The pallas_call: f32[S, tiles, tile rows, C] and, on request, log-sum-exp in 128 lanes."""
     num_seqs, num_tiles, tile_rows, width = tiles.shape
     items, bounds = work
-    hbm, f32 = pl.BlockSpec(memory_space=pltpu.HBM), jnp.float32
+    f32 = jnp.float32
     scalars = {
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
         "bounds": bounds,
@@ -186,9 +187,9 @@ def _call(
         "lens": lens,
         **shape.fetch.table.scalars(),
     }
-    inputs = {"q": (tiles, hbm), "kv": (kv, hbm), **shape.fetch.table.inputs(hbm)}
+    inputs = {"q": (tiles, HBM), "kv": (in_hbm(kv, interpret), HBM), **shape.fetch.table.inputs()}
     if scales is not None:
-        inputs["scales"] = (scales, hbm)
+        inputs["scales"] = (in_hbm(scales, interpret), HBM)
     if sinks is not None:
         inputs["sinks"] = (sinks, pl.BlockSpec(memory_space=pltpu.VMEM))
     outputs = {"out": (num_seqs, num_tiles, tile_rows, width)}
@@ -224,7 +225,7 @@ def _call(
             num_scalar_prefetch=len(scalars),
             grid=(config.num_cores,),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[hbm] * len(outputs),
+            out_specs=[HBM] * len(outputs),
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[compat.out_struct(s, f32, like=kv) for s in outputs.values()],

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat
 from pallas_kernels.tpu.config import PrefillConfig, prefill_config
 from pallas_kernels.tpu.fetch import Fetch, Interval
+from pallas_kernels.tpu.hbm import HBM, in_hbm
 from pallas_kernels.tpu.heads import (
     LANES,
     Heads,
@@ -176,7 +177,6 @@ def _call(
     pool_heads, num_queries, _, width = queries.shape
     steps, tile, f32 = shape.heads_per_step, shape.tile, jnp.float32
     items, num_items = work
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     scalars = {
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
         "num_items": num_items.reshape(1),
@@ -192,9 +192,13 @@ def _call(
 
         return pl.BlockSpec((steps, num_queries, tile, lanes), index)
 
-    inputs = {"q": (queries, tiles(width)), "kv": (kv, hbm), **shape.fetch.table.inputs(hbm)}
+    inputs = {
+        "q": (queries, tiles(width)),
+        "kv": (in_hbm(kv, interpret), HBM),
+        **shape.fetch.table.inputs(),
+    }
     if scales is not None:
-        inputs["scales"] = (scales, hbm)
+        inputs["scales"] = (in_hbm(scales, interpret), HBM)
     if sinks is not None:
         spec = pl.BlockSpec((steps, num_queries, LANES), lambda j, *_: (j, 0, 0))
         inputs["sinks"] = (sinks, spec)

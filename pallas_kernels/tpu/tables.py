@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tpu.hbm import HBM
 from pallas_kernels.tpu.heads import LANES
 
 SMEM_TABLE_BYTES = 512 * 1024
@@ -34,12 +35,12 @@ class Table:
         """What is prefetched to scalar memory."""
         return {"tables": self.array.reshape(-1)} if self.is_in_smem else {}
 
-    def inputs(self, hbm: Any) -> dict[str, tuple[jax.Array, Any]]:
+    def inputs(self) -> dict[str, tuple[jax.Array, Any]]:
         """What stays in HBM: [S, 1, M], so that a row is whole tiles."""
         if self.is_in_smem:
             return {}
         padded = jnp.pad(self.array, ((0, 0), (0, -self.width % LANES)))
-        return {"tables": (padded[:, None], hbm)}
+        return {"tables": (padded[:, None], HBM)}
 
     def scratch(self) -> dict[str, Any]:
         """Room for two rows; `num_rows` counts those that were entered."""

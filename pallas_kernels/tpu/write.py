@@ -25,6 +25,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import compat
+from pallas_kernels.tpu.hbm import HBM, in_hbm
+
 LANES = 128
 
 SUBLANES = 8
@@ -34,11 +37,6 @@ MAX_BUFFERS = 8
 
 RING_BYTES = 8 << 20
 """Half of the VMEM that a kernel gets unless it asks for more."""
-
-
-def out_struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Type of a kernel's output."""
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class WriteItems(NamedTuple):
@@ -289,27 +287,27 @@ def _launch(body, pool, layer, new, items, tile, window, num_buffers, interpret)
         num_buffers = max(1, min(MAX_BUFFERS, RING_BYTES // buffer_bytes))
     if not 1 <= num_buffers <= MAX_BUFFERS:
         raise ValueError(f"num_buffers ({num_buffers}) must be in 1..{MAX_BUFFERS}")
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    checks = {} if interpret else {"disable_bounds_checks": True, "disable_semaphore_checks": True}
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(items),
             grid=(1,),
-            in_specs=[hbm, hbm],
-            out_specs=hbm,
+            in_specs=[HBM, HBM],
+            out_specs=HBM,
             scratch_shapes=[
                 pltpu.VMEM((num_buffers, *window), new.dtype),
                 pltpu.VMEM((num_buffers, rows, tile, *width), pool.dtype),
                 *[pltpu.SemaphoreType.DMA((num_buffers,)) for _ in range(3)],
             ],
         ),
-        out_shape=out_struct(pool.shape, pool.dtype),
+        out_shape=compat.out_struct(pool.shape, pool.dtype, like=pool),
         input_output_aliases={2 + len(items): 0},
-        compiler_params=pltpu.CompilerParams(**checks),
+        compiler_params=compat.tpu_compiler_params(
+            ("arbitrary",), None, is_checked=bool(interpret)
+        ),
         interpret=interpret,
         name="paged_write",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), *items, new, pool)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *items, new, in_hbm(pool, interpret))
 
 
 def _check_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, tile: int) -> None:
