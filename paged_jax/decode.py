@@ -292,7 +292,7 @@ def _reserve(cache: PagedCache, rows: RowState, num_steps: int) -> PagedCache:
     # A row grows by what its tokens fill, and copies one block at most.
     bound = blocks.max_seqs * (ceil_div(num_steps, blocks.block_size) + 1)
     blocks, allocation = core.allocate(blocks, new_tokens, max_new_blocks=bound)
-    kv = core.copy_blocks(cache.kv, allocation.copy_src, allocation.copy_dst)
+    kv = ops.copy_kv(cache.kv, allocation.copy_src, allocation.copy_dst)
     return dataclasses.replace(cache, blocks=blocks, kv=kv)
 
 

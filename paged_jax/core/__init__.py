@@ -12,10 +12,12 @@ from paged_jax.core.kv import (
     check_kv_dtype,
     check_layer,
     copy_blocks,
+    copy_tags,
     create_kv_cache,
     gather,
     kv_shape,
     quantize,
+    to_pool,
     write,
 )
 from paged_jax.core.rows import fork, free, reindex, release, retain, share, truncate
@@ -61,6 +63,7 @@ __all__ = [
     "check_tags",
     "checked",
     "copy_blocks",
+    "copy_tags",
     "create_block_state",
     "create_kv_cache",
     "describe",
@@ -84,6 +87,7 @@ __all__ = [
     "slot_mapping",
     "swap_in",
     "swap_out",
+    "to_pool",
     "translate",
     "truncate",
     "with_tags",

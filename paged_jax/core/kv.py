@@ -42,7 +42,7 @@ class KVCache:
     """
 
     kv: jax.Array  # [L, N+1, R, P, C]
-    scales: jax.Array  # f32[L, N+1, 2K, P] of 8-bit pools, see `quantize`; else f32[0]
+    scales: jax.Array  # f32[L, N+1, 2K, P] of 8-bit pools (2K padded on TPU); else f32[0]
     layout: str = jax.tree.static()
     num_kv_heads: int = jax.tree.static()
     head_dim: int = jax.tree.static()
@@ -158,10 +158,17 @@ def kv_shape(
 
 
 def scales_shape(spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> tuple[int, ...]:
-    """Shape `[L, N+1, 2K, P]` of the scales of an 8-bit pool, `[0]` of another."""
+    """Shape `[L, N+1, 2K, P]` of the scales of an 8-bit pool, `[0]` of another.
+
+    On TPU 2K is padded to a multiple of 8 unless it is 2 or 4: for 6, 10, 12, 14 and 20 XLA chooses
+    a layout with the blocks innermost and copies all scales before and after every kernel.
+    """
     if jnp.dtype(dtype).itemsize > 1:
         return (0,)
-    return (spec.num_layers, num_blocks + 1, 2 * spec.num_kv_heads, block_size)
+    rows = 2 * spec.num_kv_heads
+    if jax.default_backend() == "tpu" and rows > 4:
+        rows = 8 * ceil_div(rows, 8)
+    return (spec.num_layers, num_blocks + 1, rows, block_size)
 
 
 def check_kv_dtype(dtype: Any) -> jnp.dtype:
@@ -234,20 +241,29 @@ def write(
     check_layer(cache, layer)
     slots, scales = as_i32(slots, "slots"), cache.scales
     block, offset = slots // cache.block_size, slots % cache.block_size
-    if cache.is_quantized:
-        keys, key_scales = quantize(keys, cache.kv.dtype)
-        values, value_scales = quantize(values, cache.kv.dtype)
-        pairs = jnp.stack([key_scales, value_scales], axis=-1).reshape(slots.shape[0], -1)
-        pair = jnp.arange(scales.shape[2])
+    rows, factors = to_pool(cache, keys, values)
+    if factors is not None:
+        pair = jnp.arange(factors.shape[1])
         scales = scales.at[layer, block[:, None], pair[None, :], offset[:, None]].set(
-            pairs, mode="promise_in_bounds"
+            factors, mode="promise_in_bounds"
         )
-    rows = to_pool_rows(cache, keys, values)
     row = jnp.arange(cache.kv.shape[2])
     kv = cache.kv.at[layer, block[:, None], row[None, :], offset[:, None]].set(
         rows, mode="promise_in_bounds"
     )
     return dataclasses.replace(cache, kv=kv, scales=scales)
+
+
+def to_pool(
+    cache: KVCache, keys: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """What a pool stores of new tokens: rows [T, R, C], and f32[T, 2K] scales of an 8-bit pool."""
+    if not cache.is_quantized:
+        return to_pool_rows(cache, keys, values), None
+    keys, key_scales = quantize(keys, cache.kv.dtype)
+    values, value_scales = quantize(values, cache.kv.dtype)
+    scales = jnp.stack([key_scales, value_scales], axis=-1).reshape(keys.shape[0], -1)
+    return to_pool_rows(cache, keys, values), scales
 
 
 def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
@@ -274,11 +290,17 @@ def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
     pools = (cache.kv, cache.scales) if cache.is_quantized else (cache.kv,)
     kv, *scales = jax.lax.fori_loop(0, jnp.sum(is_real, dtype=jnp.int32), body, pools)
     scales = scales[0] if scales else cache.scales
-    tags = cache.tags
-    if tags is not None:
-        target = jnp.where(is_real, dst, cache.num_blocks + 1)
-        tags = tags.at[target].set(tags[jnp.where(is_real, src, 0)], mode="drop")
+    tags = copy_tags(cache.tags, src, dst)
     return dataclasses.replace(cache, kv=kv, scales=scales, tags=tags)
+
+
+def copy_tags(tags: jax.Array | None, src: jax.Array, dst: jax.Array) -> jax.Array | None:
+    """Tags i32[N+1, P] after `copy_blocks`; None if there are none."""
+    if tags is None:
+        return None
+    is_real = dst > 0
+    target = jnp.where(is_real, dst, tags.shape[0])
+    return tags.at[target].set(tags[jnp.where(is_real, src, 0)], mode="drop")
 
 
 def gather(
@@ -298,7 +320,7 @@ def gather(
     keys, values = from_pool_rows(cache, rows.reshape(-1, *rows.shape[2:]))
     if cache.is_quantized:
         scales = jnp.moveaxis(cache.scales[layer, table], 1, 2)  # [M, P, 2K]
-        scales = scales.reshape(-1, cache.num_kv_heads, 2)
+        scales = scales[..., : 2 * cache.num_kv_heads].reshape(-1, cache.num_kv_heads, 2)
         keys = keys.astype(jnp.float32) * scales[..., 0, None]
         values = values.astype(jnp.float32) * scales[..., 1, None]
     is_live = (jnp.arange(keys.shape[0]) < length)[:, None, None]

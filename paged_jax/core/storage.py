@@ -174,9 +174,13 @@ def _pools(image: KVCache) -> dict[str, jax.Array]:
 def _convert(image: KVCache, like: KVCache) -> KVCache:
     """An image in the layout and dtype of a pool."""
     kv, scales = jnp.asarray(image.kv), jnp.asarray(image.scales)
+    if image.is_quantized:
+        scales = scales[:, :, : 2 * image.num_kv_heads]
     is_same_layout = image.layout == like.layout and kv.shape[2:] == like.kv.shape[2:]
     if is_same_layout and (kv.dtype == like.kv.dtype or not like.is_quantized | image.is_quantized):
-        return dataclasses.replace(image, kv=kv.astype(like.kv.dtype), scales=scales)
+        return dataclasses.replace(
+            image, kv=kv.astype(like.kv.dtype), scales=_pad_scales(scales, like)
+        )
     keys, values = from_pool_rows(image, jnp.moveaxis(kv, 2, 3))  # [L, B, P, K, D]
     if kv.dtype != like.kv.dtype:
         if image.is_quantized:
@@ -189,7 +193,16 @@ def _convert(image: KVCache, like: KVCache) -> KVCache:
             pairs = jnp.stack([key_scales, value_scales], axis=-1)  # [L, B, P, K, 2]
             scales = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1), 3, 2)
     kv = jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
+    scales = _pad_scales(scales, like)
     return dataclasses.replace(image, kv=kv, scales=scales, layout=like.layout)
+
+
+def _pad_scales(scales: jax.Array, like: KVCache) -> jax.Array:
+    """Scales [L, B, 2K, P] with the rows that a pool has on its platform."""
+    if not like.is_quantized:
+        return scales
+    missing = like.scales.shape[2] - scales.shape[2]
+    return jnp.pad(scales, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
 
 def _check_ids(cache: KVCache, ids: ArrayLike) -> None:

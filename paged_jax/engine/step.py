@@ -86,7 +86,7 @@ def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
         # A row takes at most one block more than its tokens fill, and copies at most one.
         growth = min(num_tokens, ceil_div(num_tokens, blocks.block_size) + num_rows)
         blocks, allocation = core.allocate(blocks, new_tokens, max_new_blocks=growth + num_rows)
-        kv = core.copy_blocks(kv, allocation.copy_src, allocation.copy_dst)
+        kv = ops.copy_kv(kv, allocation.copy_src, allocation.copy_dst)
 
         rows = _admit(rows, inputs)
         is_row = inputs.row_ids < blocks.max_seqs

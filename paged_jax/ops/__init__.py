@@ -1,13 +1,16 @@
 """Operations on a KV pool and on logits, with argument checks and backends."""
 
-from paged_jax.ops.attention import BACKENDS, Backend, paged_decode, paged_prefill, write_kv
+from paged_jax.ops.attention import paged_decode, paged_prefill
+from paged_jax.ops.dispatch import BACKENDS, Backend
 from paged_jax.ops.rope import rope, rope_tables
 from paged_jax.ops.sample import GREEDY_BELOW, sample, top_logprobs
+from paged_jax.ops.store import copy_kv, write_kv
 
 __all__ = [
     "BACKENDS",
     "GREEDY_BELOW",
     "Backend",
+    "copy_kv",
     "paged_decode",
     "paged_prefill",
     "rope",

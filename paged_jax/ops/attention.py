@@ -1,8 +1,9 @@
 """Paged attention: argument checks and the choice of a backend."""
 
+import functools
 import math
 import operator
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,10 @@ from jaxtyping import Array, Float, Int
 from paged_jax import core
 from paged_jax.core import KVCache
 from paged_jax.ops import xla
+from paged_jax.ops.dispatch import Backend, check_backend, run
 
-Backend = Literal["xla"]
 SMALLEST_CAP = 1e-6
 """Soft caps below this leave float32: the quotient overflows, and 0 / 0 is NaN."""
-BACKENDS: tuple[Backend, ...] = ("xla",)
 
 
 def paged_decode(
@@ -32,6 +32,7 @@ def paged_decode(
     return_lse: bool = False,
     num_rows: Int[Array, ""] | int | None = None,
     backend: Backend | None = None,
+    interpret: Any = False,
 ) -> Float[Array, "S H D"] | tuple[Float[Array, "S H D"], Float[Array, "S H"]]:
     """Attends one new token per row to that row's cached keys and values.
 
@@ -47,14 +48,15 @@ def paged_decode(
       sinks: Logit per head of a key that everybody sees and whose value is zero.
       return_lse: Also return the log of the sum of `exp(logits)`, sink included.
       num_rows: Rows [0, num_rows) are computed, the others are zero; None: all.
-      backend: A named backend runs or raises; None chooses.
+      backend: A named backend runs or raises; None chooses by platform and shape.
+      interpret: Of a kernel that is named, as in `pallas_call`.
     Returns: Outputs in q's dtype; rows with nothing to attend to are zero. With `return_lse`
       (outputs, log-sum-exp in float32), -inf in those rows without sinks.
     Raises: ValueError if H is not a multiple of K, D is not the pool's, or an option is out of
-      range.
+      range; NotImplementedError for what a named backend cannot serve.
     Source: Kwon et al. 2023, section 4.1; Milakov and Gimelshein 2018 (online softmax).
     """
-    _check(q, cache, layer, sinks, backend)
+    _check(q, cache, layer, sinks, backend, interpret)
     tables = core.as_i32(block_tables, "block_tables")
     lens = core.as_i32(context_lens, "context_lens")
     if tables.shape[:1] != q.shape[:1] or lens.shape != q.shape[:1]:
@@ -64,7 +66,26 @@ def paged_decode(
         )
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     rows = q.shape[0] if num_rows is None else num_rows
-    out, lse = xla.decode(q, cache, layer, tables, lens, sinks, rows, attention)
+
+    def on_tpu(*operands):
+        from paged_jax.ops import tpu
+
+        return tpu.paged_decode(*operands, attention=attention, interpret=interpret)
+
+    out, lse = run(
+        backend,
+        cache,
+        q.shape[1],
+        functools.partial(xla.decode, attention=attention),
+        on_tpu,
+        q,
+        cache,
+        jnp.asarray(layer, jnp.int32),
+        tables,
+        lens,
+        sinks,
+        jnp.asarray(rows, jnp.int32),
+    )
     return out if lse is None else (out, lse)
 
 
@@ -84,6 +105,7 @@ def paged_prefill(
     first_row: Int[Array, ""] | int = 0,
     num_rows: Int[Array, ""] | int | None = None,
     backend: Backend | None = None,
+    interpret: Any = False,
 ) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """Attends several new tokens per row, causally, to the cached prefix and to each other.
 
@@ -104,14 +126,15 @@ def paged_prefill(
       return_lse: Also return the log of the sum of `exp(logits)`, sink included.
       first_row: Rows [first_row, num_rows) are computed; tokens of other rows come out zero.
       num_rows: See `first_row`; None: all.
-      backend: A named backend runs or raises; None chooses.
+      backend: A named backend runs or raises; None chooses by platform and shape.
+      interpret: Of a kernel that is named, as in `pallas_call`.
     Returns: Outputs in q's dtype; tokens that belong to no computed row are zero. With `return_lse`
       (outputs, log-sum-exp in float32), -inf for those tokens.
     Raises: ValueError if H is not a multiple of K, D is not the pool's, or an option is out of
-      range.
+      range; NotImplementedError for what a named backend cannot serve.
     Source: Dao et al. 2022 (tiling); Agrawal et al. 2023 (chunked prefill).
     """
-    _check(q, cache, layer, sinks, backend)
+    _check(q, cache, layer, sinks, backend, interpret)
     tables = core.as_i32(block_tables, "block_tables")
     lens = core.as_i32(context_lens, "context_lens")
     starts = core.as_i32(query_starts, "query_starts")
@@ -123,50 +146,29 @@ def paged_prefill(
         )
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     end = count if num_rows is None else num_rows
-    out, lse = xla.prefill(
+
+    def on_tpu(*operands):
+        from paged_jax.ops import tpu
+
+        return tpu.paged_prefill(*operands, attention=attention, interpret=interpret)
+
+    out, lse = run(
+        backend,
+        cache,
+        q.shape[1],
+        functools.partial(xla.prefill, attention=attention),
+        on_tpu,
         q,
         cache,
-        layer,
+        jnp.asarray(layer, jnp.int32),
         tables,
         lens,
         starts,
         sinks,
-        first_row,
-        end,
-        attention,
+        jnp.asarray(first_row, jnp.int32),
+        jnp.asarray(end, jnp.int32),
     )
     return out if lse is None else (out, lse)
-
-
-def write_kv(
-    cache: KVCache,
-    layer: Int[Array, ""] | int,
-    keys: Float[Array, "T K D"],
-    values: Float[Array, "T K D"],
-    slots: Int[Array, " T"],
-    *,
-    backend: Backend | None = None,
-) -> KVCache:
-    """Writes the keys and values of new tokens into their slots of one layer.
-
-    Args:
-      cache: The whole pool.
-      layer: Layer to write.
-      keys: Cast to the pool's dtype, or quantised with a scale per token and head.
-      values: As keys.
-      slots: `block * P + offset`; slot 0 for padding.
-      backend: A named backend runs or raises; None chooses.
-    Raises: ValueError if K or D is not the pool's.
-    """
-    _check_backend(backend)
-    core.check_layer(cache, layer)
-    expected = (slots.shape[0], cache.num_kv_heads, cache.head_dim)
-    if keys.shape != expected or values.shape != expected:
-        raise ValueError(
-            f"keys {keys.shape} and values {values.shape} must have shape {expected} "
-            "(slots, num_kv_heads, head_dim)"
-        )
-    return core.write(cache, layer, keys, values, slots)
 
 
 def _options(
@@ -194,8 +196,9 @@ def _check(
     layer: jax.Array | int,
     sinks: jax.Array | None,
     backend: str | None,
+    interpret: Any,
 ) -> None:
-    _check_backend(backend)
+    check_backend(backend, interpret)
     core.check_layer(cache, layer)
     _, heads, width = q.shape
     if heads % cache.num_kv_heads:
@@ -208,8 +211,3 @@ def _check(
         raise ValueError(f"sinks {sinks.shape} must have one entry per query head ({heads})")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be floating point, not {q.dtype}")
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise NotImplementedError(f"backend {backend!r} is not built; use one of {BACKENDS}")

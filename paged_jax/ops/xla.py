@@ -211,7 +211,7 @@ def _read_chunk(
     key_scales = value_scales = None
     if cache.is_quantized:
         scales = _gather_rows(cache.scales, layer, ids)
-        key_scales, value_scales = scales.reshape(2, kv_heads, chunk)
+        key_scales, value_scales = scales.reshape(2, -1, chunk)[:, :kv_heads]
     return Chunk(
         keys=keys,
         values=values,

@@ -30,7 +30,7 @@ from pallas_kernels.tpu.heads import (
     per_head,
     to_pool_heads,
 )
-from pallas_kernels.tpu.refs import Refs
+from pallas_kernels.tpu.refs import Refs, divide_up
 from pallas_kernels.tpu.softmax import (
     LOG2E,
     MASKED,
@@ -102,7 +102,7 @@ def paged_decode(
     Returns: outputs [S, H, D] in q's dtype, zero in rows without tokens, and f32[S, H] or None.
     Raises: NotImplementedError for a shape that the kernel cannot serve.
     """
-    heads = heads_of(q, kv, num_kv_heads)
+    heads = heads_of(q.shape[1:], kv, num_kv_heads, scales)
     num_seqs = q.shape[0]
     options = Options(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if config is None:
@@ -275,7 +275,7 @@ def _start_item(refs: Refs, shape: _Shape, x: Any, slot: Any, begin: Any, end: A
     """Starts the copies of item x, and of the queries of its row with the row's first item."""
     row, block = row_of(refs.items[x]), block_of(refs.items[x])
     first = _is_first(refs, x, row, begin)
-    following = x + pl.cdiv(refs.lens[row], shape.fetch.tokens) - block
+    following = x + divide_up(refs.lens[row], shape.fetch.tokens) - block
     shape.fetch.table.enter(
         refs,
         row,
@@ -355,7 +355,8 @@ def _attend(refs: Refs, shape: _Shape, slot: jax.Array, seen: Interval | None) -
             s = part if s is None else s + part
         if "scales" in refs:
             s = s * scale_rows(tile, 0)
-        logits.append(hide(shape.options.logits(s), 1, MASKED))
+        s = shape.options.cap(s * jnp.float32(shape.options.factor))
+        logits.append(hide(s, 1, MASKED))
     weights, decays = [], []
     for tile, s in enumerate(logits):
         old = refs.maxima[tile]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.refs import Refs
+from pallas_kernels.tpu.refs import Refs, divide, divide_up
 from pallas_kernels.tpu.tables import Table
 
 
@@ -86,6 +86,6 @@ class Fetch:
 
     def each_live(self, seen: Interval, act: Callable[[Any], None]) -> None:
         """Calls `act` for the blocks of a chunk in which a key is seen; they are consecutive."""
-        first = 0 if isinstance(seen.low, int) else jnp.maximum(seen.low, 0) // self.block_size
-        end = jnp.minimum(pl.cdiv(seen.high, self.block_size), self.num_blocks)
+        first = 0 if isinstance(seen.low, int) else divide(jnp.maximum(seen.low, 0), self.block_size)
+        end = jnp.minimum(divide_up(seen.high, self.block_size), self.num_blocks)
         jax.lax.fori_loop(first, end, lambda i, _: act(i), None)

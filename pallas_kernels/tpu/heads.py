@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 LANES = 128
 SUBLANES = 8
+"""Rows of a register. 8-bit tiles in HBM hold 32 rows, of which 8 are still contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +38,17 @@ class Heads:
         return self.per_row * self.group
 
 
-def heads_of(q: jax.Array, kv: jax.Array, num_kv_heads: int) -> Heads:
-    """Checks that queries [.., H, D] fit a pool [L, N+1, R, P, C] with K heads.
+def heads_of(
+    queries: tuple[int, int], kv: jax.Array, num_kv_heads: int, scales: jax.Array | None = None
+) -> Heads:
+    """Checks that H query heads of D fit a pool [L, N+1, R, P, C] with K heads.
 
-    Raises: NotImplementedError for a shape or dtype that the kernels cannot serve.
+    Raises: NotImplementedError for a shape or dtype that the kernels cannot serve; ValueError for
+      numbers that do not fit together.
     """
-    num_heads, head_dim = q.shape[-2:]
-    _, _, rows, block_size, width = kv.shape
-    if kv.dtype == jnp.float16:
-        raise NotImplementedError("float16 pools do not load in TPU kernels; use bfloat16")
-    if width % LANES:
-        raise NotImplementedError(f"pool rows of {width} lanes; TPU kernels need a multiple of 128")
-    if block_size % SUBLANES:
-        raise NotImplementedError(f"block_size {block_size}; TPU kernels need a multiple of 8")
-    if kv.dtype.itemsize == 1 and block_size % LANES:
-        raise NotImplementedError(
-            f"block_size {block_size} with an 8-bit pool; TPU kernels need a multiple of 128"
-        )
+    num_heads, head_dim = queries
+    check_pool(kv, scales)
+    rows, width = kv.shape[2], kv.shape[4]
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
@@ -72,6 +67,34 @@ def heads_of(q: jax.Array, kv: jax.Array, num_kv_heads: int) -> Heads:
         pool_heads=rows // 2,
         width=width,
     )
+
+
+def check_pool(kv: jax.Array, scales: jax.Array | None) -> None:
+    """NotImplementedError for a pool that no kernel can serve."""
+    block_size, width = kv.shape[3:]
+    if kv.dtype == jnp.float16:
+        raise NotImplementedError("float16 pools do not load in TPU kernels; use bfloat16")
+    if width % LANES:
+        raise NotImplementedError(f"pool rows of {width} lanes; TPU kernels need a multiple of 128")
+    if block_size % SUBLANES:
+        raise NotImplementedError(f"block_size {block_size}; TPU kernels need a multiple of 8")
+    if scales is not None:
+        check_scales(scales)
+
+
+def check_scales(scales: jax.Array) -> None:
+    """NotImplementedError for scales [L, N+1, 2K, P] that no kernel can serve."""
+    rows, block_size = scales.shape[2:4]
+    if block_size % LANES:
+        raise NotImplementedError(
+            f"block_size {block_size} with an 8-bit pool; TPU kernels need a multiple of 128"
+        )
+    # Seen for 6, 10, 12, 14 and 20: XLA's own layout of the pool then has its blocks inside, and
+    # each call would copy the pool there and back.
+    if rows not in (2, 4) and rows % SUBLANES:
+        raise NotImplementedError(
+            f"{rows} scales per token; TPU kernels need 2, 4 or a multiple of 8: pad 2K"
+        )
 
 
 def compute_dtype(q: jax.Array, kv: jax.Array) -> Any:

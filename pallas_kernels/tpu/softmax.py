@@ -22,15 +22,16 @@ class Options:
     sliding_window: int | None = None
     soft_cap: float | None = None
 
-    def logits(self, products: jax.Array) -> jax.Array:
-        """Products of queries and keys as logits in base 2.
+    @property
+    def factor(self) -> float:
+        """Factor on products of queries and keys before `cap`."""
+        return self.sm_scale * LOG2E if self.soft_cap is None else self.sm_scale / self.soft_cap
 
-        The scale is applied here, in float32, and not to queries, which would be rounded again.
-        """
+    def cap(self, scaled: jax.Array) -> jax.Array:
+        """Scaled products as logits in base 2."""
         if self.soft_cap is None:
-            return products * jnp.float32(self.sm_scale * LOG2E)
-        capped = jnp.tanh(products * jnp.float32(self.sm_scale / self.soft_cap))
-        return capped * jnp.float32(self.soft_cap * LOG2E)
+            return scaled
+        return jnp.tanh(scaled) * jnp.float32(self.soft_cap * LOG2E)
 
     def first_seen(self, position: jax.Array) -> jax.Array | int:
         """The first key that a query at this position sees."""

@@ -27,11 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.tpu.hbm import HBM, in_hbm
-
-LANES = 128
-
-SUBLANES = 8
-"""Least positions of a tile. 8-bit tiles in HBM hold 32, of which 8 are still contiguous."""
+from pallas_kernels.tpu.heads import LANES, SUBLANES, check_pool, check_scales
+from pallas_kernels.tpu.refs import divide
 
 MAX_BUFFERS = 8
 
@@ -158,7 +155,7 @@ def write_scales(
     padded = jnp.pad(new.T, [(0, 0), (LANES, back)])  # [2K, 128 + T + back]
 
     def new_window(new_ref, first):
-        return new_ref.at[:, pl.ds(pl.multiple_of(first // LANES * LANES, LANES), 2 * LANES)]
+        return new_ref.at[:, pl.ds(pl.multiple_of(divide(first, LANES) * LANES, LANES), 2 * LANES)]
 
     def to_tile(window, first):
         shift = jax.lax.rem(first, LANES)
@@ -210,7 +207,7 @@ def _write_kernel(
     num_items = counts_ref[0]
     # Items that share a tile go one by one.
     depth = jnp.where(counts_ref[1] == 0, num_buffers, 1)
-    ahead = depth // 2  # the rest of the ring is on its way out
+    ahead = divide(depth, 2)  # the rest of the ring is on its way out
 
     def first_position(i):
         return jax.lax.rem(slots_ref[i], tile)
@@ -311,18 +308,13 @@ def _launch(body, pool, layer, new, items, tile, window, num_buffers, interpret)
 
 
 def _check_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, tile: int) -> None:
-    if kv.dtype == jnp.float16:
-        raise NotImplementedError("TPU kernels cannot load a float16 pool; use bfloat16")
+    check_pool(kv, None)
     _, _, pool_rows, block_size, width = kv.shape
     if rows.shape != (*slots.shape, pool_rows, width) or rows.dtype != kv.dtype:
         raise ValueError(
             f"rows ({rows.dtype}{rows.shape}) must be [T, R, C] of slots {slots.shape} and pool "
             f"({kv.dtype}{kv.shape})"
         )
-    if width % LANES:
-        raise ValueError(f"width C of the pool ({width}) must be a multiple of {LANES} on TPU")
-    if block_size % SUBLANES:
-        raise ValueError(f"block_size ({block_size}) must be a multiple of {SUBLANES} on TPU")
     if tile < SUBLANES or tile % SUBLANES or block_size % tile:
         raise ValueError(
             f"tile ({tile}) must be a multiple of {SUBLANES} that divides block_size ({block_size})"
@@ -330,21 +322,11 @@ def _check_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, tile: int) -> 
 
 
 def _check_scales(scales: jax.Array, new: jax.Array, slots: jax.Array) -> None:
-    _, _, pairs, block_size = scales.shape
+    pairs = scales.shape[2]
     if scales.dtype != jnp.float32 or new.dtype != jnp.float32:
         raise ValueError(f"scales ({scales.dtype}) and new ({new.dtype}) must be float32")
     if new.shape != (*slots.shape, pairs):
         raise ValueError(
             f"new {new.shape} must be [T, 2K] of slots {slots.shape} and scales {scales.shape}"
         )
-    if block_size % LANES:
-        raise ValueError(
-            f"block_size ({block_size}) of an 8-bit pool must be a multiple of {LANES} on TPU"
-        )
-    # Seen for 6, 10, 12, 14 and 20 rows: XLA's own layout of the pool then has its blocks inside,
-    # and each call would copy the pool there and back.
-    if pairs not in (2, 4) and pairs % SUBLANES:
-        raise NotImplementedError(
-            f"8-bit pools on TPU need 2, 4 or a multiple of 8 scales per token, not 2K = {pairs}; "
-            "use bfloat16, or pad the KV heads"
-        )
+    check_scales(scales)
