@@ -41,9 +41,3 @@ def tpu_compiler_params(
         disable_bounds_checks=not is_checked,
         disable_semaphore_checks=not is_checked,
     )
-
-
-def out_struct(shape: tuple[int, ...], dtype: Any, *, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's output that varies over the same mesh axes as `like`."""
-    del like
-    return jax.ShapeDtypeStruct(shape, dtype)

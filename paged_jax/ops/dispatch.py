@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
-from jax.sharding import AxisType
 
 from paged_jax.core import KVCache
 
@@ -49,7 +48,7 @@ def run(
         return xla(*operands)
     if backend == "pallas_tpu":
         return pallas_tpu(*operands)
-    if not _is_served_by_tpu(cache, num_heads) or _is_partitioned_explicitly(cache):
+    if not _is_served_by_tpu(cache, num_heads):
         return xla(*operands)
     return jax.lax.platform_dependent(*operands, tpu=pallas_tpu, default=xla)
 
@@ -63,14 +62,3 @@ def _is_served_by_tpu(cache: KVCache, num_heads: int) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def _is_partitioned_explicitly(cache: KVCache) -> bool:
-    """Kernels take the arrays of one device: on an explicit mesh they belong in `shard_map`."""
-    sharding = jax.typeof(cache.kv).sharding
-    mesh, spec = sharding.mesh, sharding.spec
-    names = {name for axes in spec if axes for name in ([axes] if isinstance(axes, str) else axes)}
-    return any(
-        kind == AxisType.Explicit and name in names
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    )

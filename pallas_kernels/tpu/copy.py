@@ -54,7 +54,7 @@ def copy_blocks(
             out_specs=[HBM] * len(pools),
             scratch_shapes=[pltpu.SemaphoreType.DMA((len(pools), IN_FLIGHT))],
         ),
-        out_shape=[compat.out_struct(pool.shape, pool.dtype, like=pool) for pool in pools],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
         input_output_aliases={3 + i: i for i in range(len(pools))},
         compiler_params=compat.tpu_compiler_params(
             ("arbitrary",), None, is_checked=bool(interpret)

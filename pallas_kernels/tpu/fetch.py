@@ -86,6 +86,8 @@ class Fetch:
 
     def each_live(self, seen: Interval, act: Callable[[Any], None]) -> None:
         """Calls `act` for the blocks of a chunk in which a key is seen; they are consecutive."""
-        first = 0 if isinstance(seen.low, int) else divide(jnp.maximum(seen.low, 0), self.block_size)
+        first = (
+            0 if isinstance(seen.low, int) else divide(jnp.maximum(seen.low, 0), self.block_size)
+        )
         end = jnp.minimum(divide_up(seen.high, self.block_size), self.num_blocks)
         jax.lax.fori_loop(first, end, lambda i, _: act(i), None)

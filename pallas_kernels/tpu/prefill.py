@@ -10,7 +10,6 @@ and the number of items is data. While the last chunk of keys of an item is comp
 of the next item comes in.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,47 +19,24 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.tpu.config import PrefillConfig, prefill_config
-from pallas_kernels.tpu.fetch import Fetch, Interval
+from pallas_kernels.tpu.fetch import Fetch
 from pallas_kernels.tpu.hbm import HBM, in_hbm
 from pallas_kernels.tpu.heads import (
     LANES,
-    Heads,
     compute_dtype,
     from_pool_heads,
     heads_of,
     per_head,
     to_pool_heads,
 )
-from pallas_kernels.tpu.refs import Refs, divide, divide_up
+from pallas_kernels.tpu.prefill_kernel import Shape, prefill_kernel
+from pallas_kernels.tpu.refs import Refs
 from pallas_kernels.tpu.softmax import (
-    LOG2E,
-    MASKED,
     Options,
     base2_sinks,
-    lane_sums,
-    pick_rows,
-    product,
-    widen,
 )
 from pallas_kernels.tpu.tables import table_of
-from pallas_kernels.tpu.work import block_of, prefill_work, row_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """What the body unrolls over."""
-
-    heads: Heads
-    options: Options
-    compute: Any  # dtype of products
-    fetch: Fetch
-    heads_per_step: int  # pool heads
-    tile: int  # tokens
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile of logits: every query head of a pool head, token after token."""
-        return self.heads.queries * self.tile
+from pallas_kernels.tpu.work import block_of, prefill_work
 
 
 def paged_prefill(
@@ -114,7 +90,7 @@ def paged_prefill(
     if config is None:
         config = prefill_config(heads, kv, num_tokens=total, max_tokens=max_tokens)
     tile, steps = config.tile_tokens, config.heads_per_step
-    shape = _Shape(
+    shape = Shape(
         heads=heads,
         options=Options(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap),
         compute=compute_dtype(q, kv),
@@ -162,7 +138,7 @@ def paged_prefill(
 
 
 def _call(
-    shape: _Shape,
+    shape: Shape,
     config: PrefillConfig,
     work: tuple[jax.Array, jax.Array],
     lens: jax.Array,
@@ -224,7 +200,7 @@ def _call(
     names = (*scalars, *inputs, *outputs, *scratch)
 
     def body(*refs: Any) -> None:
-        _prefill_kernel(Refs(names, refs), shape=shape)
+        prefill_kernel(Refs(names, refs), shape=shape)
 
     out = pl.pallas_call(
         body,
@@ -236,7 +212,7 @@ def _call(
             out_specs=[spec for *_, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=[compat.out_struct(s, dtype, like=kv) for s, dtype, _ in outputs.values()],
+        out_shape=[jax.ShapeDtypeStruct(s, dtype) for s, dtype, _ in outputs.values()],
         compiler_params=compat.tpu_compiler_params(
             ("parallel", "arbitrary"), config.vmem_limit_bytes, is_checked=bool(interpret)
         ),
@@ -244,234 +220,3 @@ def _call(
         name="paged_prefill",
     )(*scalars.values(), *(array for array, _ in inputs.values()))
     return out[0], out[1] if has_lse else None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class _Item:
-    """The tokens [begin, end) of a tile that belong to a row, and the keys that they see."""
-
-    row: Any
-    first: Any  # token of the tile
-    begin: Any
-    end: Any
-    offset: Any  # position of a token minus its place on the packed axis
-    first_chunk: Any
-    end_chunk: Any
-
-    @property
-    def num_chunks(self) -> Any:
-        return self.end_chunk - self.first_chunk
-
-
-def _item(refs: Refs, shape: _Shape, index: Any) -> _Item:
-    packed = refs.items[index]
-    row, first = row_of(packed), block_of(packed) * shape.tile
-    begin = jnp.maximum(refs.starts[row], first)
-    end = jnp.minimum(refs.starts[row + 1], first + shape.tile)
-    end = jnp.where(index < refs.num_items[0], end, begin)
-    offset = refs.lens[row] - refs.starts[row + 1]
-    tokens = shape.fetch.tokens
-    num_keys = jnp.where(end > begin, end + offset, 0)
-    low = shape.options.first_seen(begin + offset) if shape.options.sliding_window else 0
-    return _Item(
-        row=row,
-        first=first,
-        begin=begin,
-        end=end,
-        offset=offset,
-        first_chunk=divide(low, tokens),
-        end_chunk=divide_up(num_keys, tokens),
-    )
-
-
-def _keys(shape: _Shape, item: _Item, chunk: Any) -> Interval:
-    """The keys of a chunk that some token of the item sees."""
-    key, low = chunk * shape.fetch.tokens, 0
-    if shape.options.sliding_window is not None:
-        low = shape.options.first_seen(item.begin + item.offset) - key
-    return Interval(low=low, high=item.end + item.offset - key, size=shape.fetch.tokens)
-
-
-def _prefill_kernel(refs: Refs, *, shape: _Shape) -> None:
-    group, index = pl.program_id(0), pl.program_id(1)
-    last = jnp.maximum(refs.num_items[0], 1) - 1
-    item = _item(refs, shape, index)
-    following = _item(refs, shape, jnp.minimum(index + 1, last))
-    first_row = 2 * shape.heads_per_step * group
-
-    def start(which: _Item, at: Any, chunk: Any, slot: Any) -> None:
-        _enter_row(refs, shape, which, at, chunk, last)
-        seen = _keys(shape, which, chunk)
-        shape.fetch.start(refs, slot, which.row, chunk, seen, first_row=first_row)
-
-    @pl.when(index == 0)
-    def _():
-        refs.ahead[0] = 0  # slot of the first chunk
-        refs.ahead[1] = 0  # whether it is on its way
-        shape.fetch.table.begin(refs, item.row, if_=item.num_chunks > 0)
-
-    slot = refs.ahead[0]
-    pl.when((refs.ahead[1] == 0) & (item.num_chunks > 0))(
-        lambda: start(item, index, item.first_chunk, slot)
-    )
-    _start_item(refs, shape)
-    has_next = (index < last) & (following.num_chunks > 0)
-
-    def step(chunk, slot):
-        is_last = chunk + 1 == item.end_chunk
-        then = jax.tree.map(lambda a, b: jnp.where(is_last, a, b), following, item)
-        at = jnp.where(is_last, index + 1, index)
-        next_chunk = jnp.where(is_last, following.first_chunk, chunk + 1)
-        pl.when(~is_last | has_next)(lambda: start(then, at, next_chunk, 1 - slot))
-        seen = _keys(shape, item, chunk)
-        shape.fetch.wait(refs, slot, seen)
-        # Whole: the first token sees the last key, and the last token the first.
-        first = item.begin + item.offset - chunk * shape.fetch.tokens
-        is_whole = first + 1 >= shape.fetch.tokens
-        if shape.options.sliding_window is not None:
-            is_whole &= item.end + item.offset - shape.options.sliding_window <= (
-                chunk * shape.fetch.tokens
-            )
-        pl.when(is_whole)(lambda: _attend_heads(refs, shape, slot, group, None))
-        pl.when(~is_whole)(
-            lambda: _attend_heads(
-                refs, shape, slot, group, _Edge(item=item, chunk=chunk, keys=seen)
-            )
-        )
-        return 1 - slot
-
-    slot = jax.lax.fori_loop(item.first_chunk, item.end_chunk, step, slot)
-    refs.ahead[0] = slot
-    refs.ahead[1] = (has_next & (item.num_chunks > 0)).astype(jnp.int32)
-    _finish_item(refs, shape, item)
-
-
-def _enter_row(refs: Refs, shape: _Shape, item: _Item, at: Any, chunk: Any, last: Any) -> None:
-    """Makes the block table of an item's row readable before its first chunk."""
-    tile = shape.tile
-    tiles = divide_up(refs.starts[item.row + 1], tile) - divide(refs.starts[item.row], tile)
-    is_first = (at == 0) | (row_of(refs.items[jnp.maximum(at - 1, 0)]) != item.row)
-    following = at + tiles
-    shape.fetch.table.enter(
-        refs,
-        item.row,
-        if_=is_first & (chunk == item.first_chunk),
-        then=row_of(refs.items[jnp.minimum(following, last)]),
-        has_next=following <= last,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Edge:
-    """What decides which query of a tile sees which key of a chunk."""
-
-    item: _Item
-    chunk: Any
-    keys: Interval
-
-
-def _each_head(shape: _Shape, act: Any) -> None:
-    """Calls `act(t)` for the pool heads of a step; a loop, as a body is thousands of bundles."""
-    if shape.heads_per_step == 1:
-        act(0)
-    else:
-        jax.lax.fori_loop(0, shape.heads_per_step, lambda t, _: act(t), None)
-
-
-def _start_item(refs: Refs, shape: _Shape) -> None:
-    def start(t: Any) -> None:
-        lane = jax.lax.broadcasted_iota(jnp.int32, (shape.rows, LANES), 1)
-        if "sinks" in refs:
-            for query in range(shape.heads.queries):
-                part = slice(query * shape.tile, (query + 1) * shape.tile)
-                sink = refs.sinks[t, query : query + 1]
-                refs.maxima[t, part] = jnp.broadcast_to(sink, (shape.tile, LANES))
-        else:
-            refs.maxima[t] = jnp.full(lane.shape, MASKED, jnp.float32)
-        # A sink is a key of weight 1 relative to the maximum, counted in one lane.
-        refs.sums[t] = jnp.where(lane == 0, float("sinks" in refs), 0.0)
-        refs.sum_v[t] = jnp.zeros(refs.sum_v.shape[1:], jnp.float32)
-
-    _each_head(shape, start)
-
-
-def _attend_heads(refs: Refs, shape: _Shape, slot: Any, group: Any, edge: _Edge | None) -> None:
-    _each_head(
-        shape, lambda t: _attend(refs, shape, slot, t, group * shape.heads_per_step + t, edge)
-    )
-
-
-def _attend(refs: Refs, shape: _Shape, slot: Any, t: Any, head: Any, edge: _Edge | None) -> None:
-    """Folds a chunk of keys of one pool head in: what the edge allows, or all of it."""
-    tokens, rows, width = shape.fetch.tokens, shape.rows, shape.heads.width
-
-    def load(pool_row: Any) -> jax.Array:
-        return refs.kv_buf[slot, :, pool_row].reshape(tokens, width).astype(shape.compute)
-
-    def scale_rows(which: int) -> jax.Array:
-        """[rows, tokens]: the factor of each row's KV head."""
-        found = {}
-        for i in range(shape.heads.per_row):
-            kv_head = jnp.minimum(head * shape.heads.per_row + i, shape.heads.num_kv_heads - 1)
-            row = pl.ds(2 * kv_head + which, 1)
-            parts = [refs.scale_buf[slot, b, row] for b in range(shape.fetch.num_blocks)]
-            found[i] = jnp.broadcast_to(jnp.concatenate(parts, axis=1), (rows, tokens))
-        return pick_rows(found, shape.heads.group * shape.tile, (rows, tokens))
-
-    s = product(refs.q[t].reshape(rows, width), load(2 * t), transposed=True)
-    if "scales" in refs:
-        s = s * scale_rows(0)
-    s = shape.options.cap(s)
-    seen = None
-    if edge is not None:
-        seen = _seen(shape, edge, s.shape)
-        s = jnp.where(seen, s, MASKED)
-    old = refs.maxima[t]
-    new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-    decay = jnp.exp2(old - new)
-    p = jnp.exp2(s - widen(new, tokens))
-    refs.maxima[t] = new
-    refs.sums[t] = refs.sums[t] * decay + lane_sums(p)
-    if "scales" in refs:
-        p = p * scale_rows(1)
-        # The scale of a dead slot may be NaN too.
-        p = p if seen is None else jnp.where(seen, p, 0.0)
-    values = load(2 * t + 1)
-    if edge is not None:
-        # Dead slots may hold NaN, and 0 * NaN is NaN.
-        key = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
-        values = jnp.where(edge.keys.has(key), values, jnp.zeros((), values.dtype))
-    update = product(p.astype(shape.compute), values)
-    refs.sum_v[t] = refs.sum_v[t] * widen(decay, width) + update
-
-
-def _seen(shape: _Shape, edge: _Edge, tile: tuple[int, ...]) -> jax.Array:
-    """bool[rows, tokens], which query sees which key. Queries of other rows see anything."""
-    row = jax.lax.broadcasted_iota(jnp.int32, tile, 0)
-    key = jax.lax.broadcasted_iota(jnp.int32, tile, 1)
-    place = edge.item.first + (row & (shape.tile - 1))
-    position = place + edge.item.offset - edge.chunk * shape.fetch.tokens
-    seen = key <= position
-    if shape.options.sliding_window is None:
-        return seen
-    return seen & (key > position - shape.options.sliding_window)
-
-
-def _finish_item(refs: Refs, shape: _Shape, item: _Item) -> None:
-    """Merges the item's tokens into the output tile, which may hold those of other rows."""
-    place = item.first + jax.lax.broadcasted_iota(jnp.int32, (1, shape.tile, 1), 1)
-    own = (place >= item.begin) & (place < item.end)
-
-    def merge(ref: Any, t: Any, x: jax.Array) -> None:
-        x = x.reshape(ref.shape[1:]).astype(ref.dtype)
-        ref[t] = jnp.where(jnp.broadcast_to(own, x.shape), x, ref[t])
-
-    def finish(t: Any) -> None:
-        total = jnp.sum(refs.sums[t], axis=1, keepdims=True)
-        total = jnp.where(total > 0.0, total, 1.0)
-        merge(refs.out, t, refs.sum_v[t] / total)
-        if "lse" in refs:
-            merge(refs.lse, t, (refs.maxima[t] + jnp.log2(total)) * (1 / LOG2E))
-
-    _each_head(shape, finish)

@@ -297,7 +297,7 @@ def _launch(body, pool, layer, new, items, tile, window, num_buffers, interpret)
                 *[pltpu.SemaphoreType.DMA((num_buffers,)) for _ in range(3)],
             ],
         ),
-        out_shape=compat.out_struct(pool.shape, pool.dtype, like=pool),
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={2 + len(items): 0},
         compiler_params=compat.tpu_compiler_params(
             ("arbitrary",), None, is_checked=bool(interpret)
