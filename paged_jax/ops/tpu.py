@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from paged_jax import core
 from paged_jax.core import KVCache
 from paged_jax.ops.xla import Attention
-from pallas_kernels.tpu import copy, decode, prefill, write
 
 LONG_STEP = 512
 """From this many tokens on, a step is mostly prefill, whose runs fill larger tiles."""
@@ -33,7 +32,9 @@ def paged_decode(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `paged_jax.ops.paged_decode`."""
-    return decode.paged_decode(
+    from pallas_kernels.tpu.decode import paged_decode
+
+    return paged_decode(
         q,
         cache.kv,
         layer,
@@ -62,7 +63,9 @@ def paged_prefill(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `paged_jax.ops.paged_prefill`."""
-    return prefill.paged_prefill(
+    from pallas_kernels.tpu.prefill import paged_prefill
+
+    return paged_prefill(
         q,
         cache.kv,
         layer,
@@ -99,19 +102,23 @@ def write_kv(
     interpret: Any = False,
 ) -> KVCache:
     """See `paged_jax.ops.write_kv`."""
+    from pallas_kernels.tpu.write import write_rows, write_scales
+
     rows, scales = core.to_pool(cache, keys, values)
     tile = 32 if slots.shape[0] >= LONG_STEP and cache.block_size % 32 == 0 else None
-    kv = write.write_rows(cache.kv, layer, rows, slots, tile=tile, interpret=interpret)
+    kv = write_rows(cache.kv, layer, rows, slots, tile=tile, interpret=interpret)
     if scales is None:
         return dataclasses.replace(cache, kv=kv)
     scales = jnp.pad(scales, ((0, 0), (0, cache.scales.shape[2] - scales.shape[1])))
-    scales = write.write_scales(cache.scales, layer, scales, slots, interpret=interpret)
+    scales = write_scales(cache.scales, layer, scales, slots, interpret=interpret)
     return dataclasses.replace(cache, kv=kv, scales=scales)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",), inline=True)
 def copy_kv(cache: KVCache, src: jax.Array, dst: jax.Array, *, interpret: Any = False) -> KVCache:
     """See `paged_jax.ops.copy_kv`; tags are small and not in the kernel."""
+    from pallas_kernels.tpu.copy import copy_blocks
+
     pools = (cache.kv, cache.scales) if cache.is_quantized else (cache.kv,)
-    kv, *scales = copy.copy_blocks(pools, src, dst, interpret=interpret)
+    kv, *scales = copy_blocks(pools, src, dst, interpret=interpret)
     return dataclasses.replace(cache, kv=kv, scales=scales[0] if scales else cache.scales)
