@@ -1,12 +1,30 @@
-"""Sizes of tiles and buffers."""
+"""Sizes of tiles and buffers: measured ones from a table of the chip, else from shapes."""
 
+import dataclasses
+import functools
+import json
+import re
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.heads import LANES, Heads
+from pallas_kernels.tpu.heads import LANES, SUBLANES, Heads
 
-SMEM_LIST_BYTES = 320 * 1024
+LIST_BYTES = 320 * 1024
+"""Scalar memory for a work list: what half a megabyte of tables leaves, with room for lengths."""
+
+BUFFER_BYTES = 4 << 20
+"""Keys and values of an item. Static schedules of items half as large are a sixth longer."""
+
+DEFAULT_VMEM_BYTES = 12 << 20
+"""What a kernel may need without asking: the compiler grants 16 MiB, of which it wants some."""
+
+UNKNOWN_VMEM_BYTES = 64 << 20
+"""Vector memory of a chip that is not known when a program is traced: the least of those served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +42,6 @@ class DecodeConfig:
     vmem_limit_bytes: int | None = None
 
 
-def decode_config(heads: Heads, kv: jax.Array, *, max_tokens: int) -> DecodeConfig:
-    """Heuristics."""
-    block_size = kv.shape[3]
-    row_bytes = 2 * heads.pool_heads * heads.width * kv.dtype.itemsize
-    tokens = max(LANES, min(2048, (4 << 20) // row_bytes))
-    tokens = min(tokens, max_tokens)
-    unit = max(block_size, LANES)
-    tokens = max(unit, tokens // unit * unit)
-    hp = 1
-    for n in range(1, heads.pool_heads + 1):
-        if heads.pool_heads % n == 0 and n * heads.queries <= 8:
-            hp = n
-    return DecodeConfig(block_tokens=tokens, heads_per_tile=hp, vmem_limit_bytes=64 << 20)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """How `paged_prefill` is cut up."""
@@ -52,18 +55,143 @@ class PrefillConfig:
     vmem_limit_bytes: int | None = None
 
 
-def prefill_config(
-    heads: Heads, kv: jax.Array, *, num_tokens: int, max_tokens: int
-) -> PrefillConfig:
-    """Heuristics."""
-    block_size = kv.shape[3]
-    tile = 16
-    while tile < min(256, num_tokens) and 2 * tile * heads.queries <= 512:
-        tile *= 2
-    unit = max(block_size, LANES)
-    chunk = max(unit, min(512, max_tokens) // unit * unit)
-    pair_bytes = 2 * block_size * heads.width * kv.dtype.itemsize
-    steps = 1 if pair_bytes >= 32 << 10 else heads.pool_heads
-    return PrefillConfig(
-        tile_tokens=tile, chunk_tokens=chunk, heads_per_step=steps, vmem_limit_bytes=64 << 20
+def chip() -> Any | None:
+    """Facts of the TPU that a program is traced for; None where it is not known."""
+    try:
+        return pltpu.get_tpu_info()
+    except Exception:
+        return None
+
+
+def decode_config(
+    heads: Heads, kv: jax.Array, q_dtype: Any, *, num_rows: int, max_tokens: int
+) -> DecodeConfig:
+    """The table's entry, or items of `BUFFER_BYTES` and tiles of eight query rows.
+
+    Args:
+      heads: Shapes of the call.
+      kv: The pool.
+      q_dtype: Of queries.
+      num_rows: S.
+      max_tokens: Tokens that a row's block table holds.
+    Raises: NotImplementedError for a work list that scalar memory cannot hold.
+    """
+    info = chip()
+    vmem = UNKNOWN_VMEM_BYTES if info is None else info.vmem_capacity_bytes
+    token_bytes = 2 * heads.pool_heads * heads.width * kv.dtype.itemsize
+    unit = _unit(kv.shape[3])
+    tokens = min(BUFFER_BYTES, vmem // 16) // token_bytes
+    tokens = max(unit, min(tokens, 2048, max_tokens) // unit * unit)
+    found = lookup("paged_decode", key(heads, kv, q_dtype), DecodeConfig)
+    if found is not None and (found.block_tokens % unit or heads.pool_heads % found.heads_per_tile):
+        found = None
+    if found is not None:
+        tokens = found.block_tokens
+    while 4 * num_rows * -(-max_tokens // tokens) > LIST_BYTES:
+        tokens *= 2
+        if tokens * token_bytes > vmem // 4:
+            raise NotImplementedError(
+                f"a work list of {num_rows} rows of {max_tokens} tokens needs more than "
+                f"{LIST_BYTES} bytes of scalar memory in items of {vmem // 4} bytes"
+            )
+    if found is None:
+        found = DecodeConfig(
+            block_tokens=tokens,
+            heads_per_tile=max(
+                n
+                for n in range(1, heads.pool_heads + 1)
+                if heads.pool_heads % n == 0 and (n == 1 or n * heads.queries <= SUBLANES)
+            ),
+            num_cores=1 if info is None else info.num_cores,
+        )
+    needed = found.num_buffers * tokens * token_bytes + 3 * tokens * heads.width * 4
+    return dataclasses.replace(
+        found, block_tokens=tokens, vmem_limit_bytes=_vmem_limit(needed, vmem)
     )
+
+
+def prefill_config(
+    heads: Heads, kv: jax.Array, q_dtype: Any, *, num_tokens: int, max_tokens: int
+) -> PrefillConfig:
+    """The table's entry, or tiles of 512 query rows against 512 keys.
+
+    Args:
+      heads: Shapes of the call.
+      kv: The pool.
+      q_dtype: Of queries.
+      num_tokens: T.
+      max_tokens: Tokens that a row's block table holds.
+    """
+    info = chip()
+    vmem = UNKNOWN_VMEM_BYTES if info is None else info.vmem_capacity_bytes
+    unit = _unit(kv.shape[3])
+    found = lookup("paged_prefill", key(heads, kv, q_dtype), PrefillConfig)
+    if found is None or found.chunk_tokens % unit or heads.pool_heads % found.heads_per_step:
+        tile = 2 * SUBLANES
+        while 2 * tile * heads.queries <= 512:
+            tile *= 2
+        pair_bytes = 2 * kv.shape[3] * heads.width * kv.dtype.itemsize
+        found = PrefillConfig(
+            tile_tokens=tile,
+            chunk_tokens=max(unit, min(512, max_tokens) // unit * unit),
+            # Small copies are issued too slowly head by head.
+            heads_per_step=1 if pair_bytes >= 32 << 10 else heads.pool_heads,
+        )
+    tile = found.tile_tokens
+    while tile > 2 * SUBLANES and tile >= 2 * num_tokens:
+        tile //= 2
+    rows, steps = tile * heads.queries, found.heads_per_step
+    state = steps * rows * (2 * LANES + heads.width) * 4 + rows * found.chunk_tokens * 12
+    buffers = 4 * steps * found.chunk_tokens * heads.width * kv.dtype.itemsize
+    blocks = 4 * steps * rows * heads.width * jnp.dtype(q_dtype).itemsize
+    return dataclasses.replace(
+        found, tile_tokens=tile, vmem_limit_bytes=_vmem_limit(state + buffers + blocks, vmem)
+    )
+
+
+def _unit(block_size: int) -> int:
+    """Whole blocks and, where blocks allow, whole registers of keys."""
+    return block_size if LANES % block_size else LANES
+
+
+def _vmem_limit(needed: int, capacity: int) -> int | None:
+    return None if needed <= DEFAULT_VMEM_BYTES else capacity * 3 // 4
+
+
+def key(heads: Heads, kv: jax.Array, q_dtype: Any) -> str:
+    """What a table entry is for: heads and rows as the kernel sees them, block size and dtypes."""
+    return (
+        f"J{heads.pool_heads} Q{heads.queries} C{heads.width} P{kv.shape[3]} "
+        f"{jnp.dtype(q_dtype).name} {kv.dtype.name}"
+    )
+
+
+T = TypeVar("T")
+
+
+def lookup(kernel: str, key: str, config: type[T]) -> T | None:
+    """The entry that `benchmarks/tune.py` measured on this kind of device; never raises."""
+    info = chip()
+    if info is None:
+        return None
+    entry = _table(device_name(info)).get(kernel, {}).get(key)
+    try:
+        return None if entry is None else config(**entry)
+    except TypeError:  # written by another version
+        return None
+
+
+def device_name(info: Any) -> str:
+    """Name of a chip's table file, such as "v6e"."""
+    return re.sub(r"\W", "", str(getattr(info.chip_version, "value", info.chip_version)).lower())
+
+
+@functools.cache
+def _table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{kernel: {key: fields of a config}} of a device, empty if there is none that can be read."""
+    try:
+        file = resources.files("pallas_kernels.tpu") / "tuned" / f"{device}.json"
+        table = json.loads(file.read_text())
+        return {kernel: dict(entries) for kernel, entries in table.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -82,7 +82,13 @@ def paged_decode(
     num_seqs = q.shape[0]
     options = Options(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if config is None:
-        config = decode_config(heads, kv, max_tokens=block_tables.shape[1] * kv.shape[3])
+        config = decode_config(
+            heads,
+            kv,
+            q.dtype,
+            num_rows=num_seqs,
+            max_tokens=block_tables.shape[1] * kv.shape[3],
+        )
     table = table_of(block_tables)
     shape = Shape(
         heads=heads,

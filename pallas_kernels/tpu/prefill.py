@@ -88,7 +88,7 @@ def paged_prefill(
     total, block_size = q.shape[0], kv.shape[3]
     max_tokens = block_tables.shape[1] * block_size
     if config is None:
-        config = prefill_config(heads, kv, num_tokens=total, max_tokens=max_tokens)
+        config = prefill_config(heads, kv, q.dtype, num_tokens=total, max_tokens=max_tokens)
     tile, steps = config.tile_tokens, config.heads_per_step
     shape = Shape(
         heads=heads,
