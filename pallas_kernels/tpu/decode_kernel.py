@@ -12,7 +12,7 @@ from pallas_kernels.tpu.fetch import Fetch, Interval
 from pallas_kernels.tpu.heads import (
     Heads,
 )
-from pallas_kernels.tpu.refs import Refs, divide_up
+from pallas_kernels.tpu.refs import Refs, divide, divide_up
 from pallas_kernels.tpu.softmax import (
     LOG2E,
     MASKED,
@@ -23,6 +23,9 @@ from pallas_kernels.tpu.softmax import (
     widen,
 )
 from pallas_kernels.tpu.work import block_of, row_of
+
+PART_TOKENS = 256
+"""Keys below which the latency of a tile of logits outweighs the keys that are not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,16 @@ class Shape:
 
     @property
     def num_tiles(self) -> int:
+        """Tiles of query rows."""
         return self.heads.pool_heads // self.heads_per_tile
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks that are computed at once of an item that is not seen as a whole."""
+        blocks = self.fetch.num_blocks
+        while blocks % 2 == 0 and blocks * self.fetch.block_size >= 2 * PART_TOKENS:
+            blocks //= 2
+        return blocks
 
 
 def decode_kernel(refs: Refs, *, shape: Shape) -> None:
@@ -97,8 +109,8 @@ def _compute_item(refs: Refs, shape: Shape, x: Any, slot: Any, begin: Any) -> No
     pl.when(first)(lambda: _copy_queries(refs, row, slot).wait())
     shape.fetch.wait(refs, slot, seen)
     pl.when(first)(lambda: _start_row(refs, shape, slot))
-    pl.when(~seen.is_whole)(lambda: _attend(refs, shape, slot, seen))
-    pl.when(seen.is_whole)(lambda: _attend(refs, shape, slot, None))
+    pl.when(seen.is_whole)(lambda: _attend(refs, shape, slot, 0, shape.fetch.num_blocks, None))
+    pl.when(~seen.is_whole)(lambda: _attend_edge(refs, shape, slot, seen))
     pl.when(seen.high <= seen.size)(lambda: _finish_row(refs, shape, row))
 
 
@@ -122,14 +134,32 @@ def _start_row(refs: Refs, shape: Shape, slot: jax.Array) -> None:
         refs.sum_v[tile] = jnp.zeros(refs.sum_v.shape[1:], jnp.float32)
 
 
-def _attend(refs: Refs, shape: Shape, slot: jax.Array, seen: Interval | None) -> None:
-    """Folds the keys of one item in: those that are seen, or all of them."""
-    tokens, rows, width = shape.fetch.tokens, shape.tile_rows, shape.heads.width
+def _attend_edge(refs: Refs, shape: Shape, slot: jax.Array, seen: Interval) -> None:
+    """Folds in what is seen of an item, in parts: a short row is less work than a whole item."""
+    blocks = shape.part_blocks
+    tokens = blocks * shape.fetch.block_size
+
+    def fold(part: Any, _: None) -> None:
+        low = seen.low if isinstance(seen.low, int) else seen.low - part * tokens
+        inside = Interval(low=low, high=seen.high - part * tokens, size=tokens)
+        _attend(refs, shape, slot, part * blocks, blocks, inside)
+
+    first = divide(jnp.maximum(seen.low, 0), tokens)
+    end = divide_up(jnp.minimum(seen.high, seen.size), tokens)
+    jax.lax.fori_loop(first, end, fold, None)
+
+
+def _attend(
+    refs: Refs, shape: Shape, slot: Any, first_block: Any, num_blocks: int, seen: Interval | None
+) -> None:
+    """Folds blocks of an item in: the keys that are seen, or all of them."""
+    tokens = num_blocks * shape.fetch.block_size
+    rows, width = shape.tile_rows, shape.heads.width
     hp, queries = shape.heads_per_tile, shape.heads.queries
 
     def load(pool_row):
-        block = refs.kv_buf[slot, :, pool_row].reshape(tokens, width)
-        return block.astype(shape.compute)
+        block = refs.kv_buf[slot, pl.ds(first_block, num_blocks), pool_row]
+        return block.reshape(tokens, width).astype(shape.compute)
 
     def hide(x, axis, instead):
         """Replaces what belongs to keys along `axis` that are not seen."""
@@ -146,7 +176,7 @@ def _attend(refs: Refs, shape: Shape, slot: jax.Array, seen: Interval | None) ->
         for t in range(per_tile):
             head = min(first + t, shape.heads.num_kv_heads - 1)
             row = slice(2 * head + which, 2 * head + which + 1)
-            parts = [refs.scale_buf[slot, i, row] for i in range(shape.fetch.num_blocks)]
+            parts = [refs.scale_buf[slot, first_block + i, row] for i in range(num_blocks)]
             found[t] = jnp.broadcast_to(jnp.concatenate(parts, axis=1), (rows, tokens))
         return pick_rows(found, shape.heads.group, (rows, tokens))
 

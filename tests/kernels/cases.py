@@ -1,4 +1,4 @@
-"""The one table of attention cases that every backend must pass, and the arrays of a case.
+"""The one table of attention cases, the arrays of a case, and what must come out.
 
 Block ids are shuffled. Whatever no query may read holds poison: the null block, free blocks, slots
 past the length of a row, every other layer, and the blocks that table entries past the length name.
@@ -7,10 +7,12 @@ past the length of a row, every other layer, and the blocks that table entries p
 import dataclasses
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.core import KVCache
+from pallas_kernels.reference import attention_reference
 
 LAYERS, LAYER = 2, 1
 PADDING_TOKENS = 3
@@ -40,6 +42,8 @@ class Case:
     """Of queries, and of the pool unless `kv_dtype` says otherwise."""
     kv_dtype: str | None = None
     layout: str = "split"
+    is_for_tpu: bool = False
+    """Rows of a split pool are padded to whole registers, scales to 2, 4 or a multiple of 8."""
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -57,7 +61,7 @@ class Inputs:
     prefill_q: np.ndarray  # [T + PADDING_TOKENS, H, D]
     cache: KVCache
     sinks: np.ndarray | None  # f32[H]
-    split_kv: np.ndarray  # [L, N+1, 2K, P, D], what the pool holds: row 2h keys, 2h+1 values of h
+    split_kv: np.ndarray  # [L, N+1, 2K, P, C], what the pool holds: row 2h keys, 2h+1 values of h
     scales: np.ndarray | None  # f32[L, N+1, 2K, P] of an 8-bit pool
     block_tables: np.ndarray  # i32[R, M]
     context_lens: np.ndarray  # i32[R]
@@ -256,12 +260,13 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     # Every table entry has its own block, so those past the length name poisoned ones.
     tables = 1 + rng.permutation(num_blocks).reshape(rows, case.table_width)
     heads_per_row = 128 // case.head_dim if case.layout == "packed" else 1
-    # Heads that fill up the last row are zero where a token was written.
+    # Heads and lanes that fill up a row are zero where a token was written.
     kv_rows, missing = 2 * case.num_kv_heads, 2 * (-case.num_kv_heads % heads_per_row)
-    kv = np.full((LAYERS, num_blocks + 1, kv_rows + missing, size, case.head_dim), poison)
+    lanes = -case.head_dim % 128 if case.is_for_tpu and case.layout == "split" else 0
+    kv = np.full((LAYERS, num_blocks + 1, kv_rows + missing, size, case.head_dim + lanes), poison)
     for row, length in enumerate(case.context_lens):
         live = rng.standard_normal((case.table_width * size, kv_rows, case.head_dim))
-        live = np.pad(live, [(0, 0), (0, missing), (0, 0)])
+        live = np.pad(live, [(0, 0), (0, missing), (0, lanes)])
         for t in range(length):
             kv[LAYER, tables[row, t // size], :, t % size] = live[t]
     scales = None
@@ -290,7 +295,7 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
         scales=scales,
         cache=KVCache(
             kv=jnp.asarray(side_by_side(kv, heads_per_row)),
-            scales=jnp.zeros(0, jnp.float32) if scales is None else jnp.asarray(scales),
+            scales=pool_scales(scales, case, poison),
             layout=case.layout,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
@@ -301,9 +306,61 @@ def build(case: Case, poison: float = np.nan, seed: int = 0) -> Inputs:
     )
 
 
+def pool_scales(scales: np.ndarray | None, case: Case, poison: float) -> jax.Array:
+    """The scales as a pool has them; no one reads the rows that are added."""
+    if scales is None:
+        return jnp.zeros(0, jnp.float32)
+    rows = scales.shape[2]
+    added = -rows % 8 if case.is_for_tpu and rows > 4 else 0
+    padding = [(0, 0), (0, 0), (0, added), (0, 0)]
+    return jnp.asarray(np.pad(scales, padding, constant_values=poison))
+
+
 def side_by_side(kv: np.ndarray, heads_per_row: int) -> np.ndarray:
     """[L, N+1, 2K, P, D] with the keys, and then the values, of several heads in one row."""
     layers, blocks, kv_rows, size, width = kv.shape
     rows = kv.reshape(layers, blocks, -1, heads_per_row, 2, size, width)
     rows = rows.transpose(0, 1, 2, 4, 5, 3, 6)  # [L, N+1, row, half, P, lane, D]
     return rows.reshape(layers, blocks, kv_rows // heads_per_row, size, heads_per_row * width)
+
+
+def expected_decode(inputs: Inputs, case: Case = BASE) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [R, H, D] and log-sum-exp [R, H] of the oracle."""
+    has_token = inputs.context_lens > 0
+    starts = np.array([0, *np.cumsum(has_token)])
+    out = np.zeros(inputs.decode_q.shape, np.float32)
+    lse = np.full(out.shape[:2], -np.inf, np.float32)
+    if inputs.sinks is not None:
+        lse[:] = inputs.sinks  # a row without tokens still sees the sink
+    out[has_token], lse[has_token] = reference(inputs.decode_q[has_token], inputs, starts, case)
+    return out, lse
+
+
+def expected_prefill(inputs: Inputs, case: Case = BASE) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [T + PADDING_TOKENS, H, D] and log-sum-exp of the oracle."""
+    return reference(inputs.prefill_q, inputs, inputs.query_starts, case)
+
+
+def reference(
+    q: np.ndarray, inputs: Inputs, query_starts: np.ndarray, case: Case
+) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = attention_reference(
+        jnp.asarray(q),
+        jnp.asarray(inputs.split_kv),
+        LAYER,
+        inputs.block_tables,
+        inputs.context_lens,
+        query_starts,
+        SM_SCALE,
+        scales=None if inputs.scales is None else jnp.asarray(inputs.scales),
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=inputs.sinks,
+    )
+    return np.asarray(out), np.asarray(lse)
+
+
+def assert_close(out: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(
+        out.astype(np.float32), expected, **TOLERANCES[out.dtype.name], strict=True
+    )
