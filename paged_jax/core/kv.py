@@ -99,7 +99,12 @@ class PagedCache:
 
 
 def create_kv_cache(
-    spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any, layout: str = "auto"
+    spec: CacheSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any,
+    layout: str = "auto",
+    platform: str | None = None,
 ) -> KVCache:
     """Returns a zeroed pool of `num_blocks` usable blocks and the null block.
 
@@ -109,20 +114,21 @@ def create_kv_cache(
       block_size: Token positions per block P.
       dtype: float32, bfloat16 or float16; int8, float8_e4m3fn or float8_e5m2 with scales.
       layout: "auto" chooses by platform; "split" and "packed" are read everywhere.
+      platform: Whose registers rows are padded to ("cpu", "gpu", "tpu"); None: the default backend.
     Raises: ValueError for a size below 1, an unknown layout, or a head dim that "packed" cannot
       hold; NotImplementedError for a dtype or layout that is not built yet.
     """
-    layout, dtype = choose_layout(spec, layout), check_kv_dtype(dtype)
+    layout, dtype = choose_layout(spec, layout, platform), check_kv_dtype(dtype)
     return KVCache(
-        kv=jnp.zeros(kv_shape(spec, num_blocks, block_size, layout), dtype),
-        scales=jnp.zeros(scales_shape(spec, num_blocks, block_size, dtype), jnp.float32),
+        kv=jnp.zeros(kv_shape(spec, num_blocks, block_size, layout, platform), dtype),
+        scales=jnp.zeros(scales_shape(spec, num_blocks, block_size, dtype, platform), jnp.float32),
         layout=layout,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
     )
 
 
-def choose_layout(spec: CacheSpec, layout: str = "auto") -> str:
+def choose_layout(spec: CacheSpec, layout: str = "auto", platform: str | None = None) -> str:
     """Settles "auto"; raises as `create_kv_cache` does."""
     if layout == "latent":
         raise NotImplementedError("layout 'latent' is not built yet; use 'split'")
@@ -131,7 +137,7 @@ def choose_layout(spec: CacheSpec, layout: str = "auto") -> str:
     if layout == "auto":
         # The kernels for 128 lanes then serve narrow heads unchanged.
         is_narrow = spec.head_dim in PACKED_HEAD_DIMS
-        return "packed" if is_narrow and jax.default_backend() == "tpu" else "split"
+        return "packed" if is_narrow and _is_tpu(platform) else "split"
     if layout == "packed" and spec.head_dim not in PACKED_HEAD_DIMS:
         raise ValueError(
             f"head_dim ({spec.head_dim}) must be one of {PACKED_HEAD_DIMS} in layout 'packed'"
@@ -140,10 +146,14 @@ def choose_layout(spec: CacheSpec, layout: str = "auto") -> str:
 
 
 def kv_shape(
-    spec: CacheSpec, num_blocks: int, block_size: int, layout: str = "auto"
+    spec: CacheSpec,
+    num_blocks: int,
+    block_size: int,
+    layout: str = "auto",
+    platform: str | None = None,
 ) -> tuple[int, int, int, int, int]:
     """Shape `[L, N+1, R, P, C]` of a pool; raises as `create_kv_cache` does."""
-    layout = choose_layout(spec, layout)
+    layout = choose_layout(spec, layout, platform)
     if num_blocks < 1 or block_size < 1:
         raise ValueError(
             f"num_blocks ({num_blocks}) and block_size ({block_size}) must be at least 1"
@@ -152,12 +162,14 @@ def kv_shape(
         rows, width = 2 * ceil_div(spec.num_kv_heads, LANES // spec.head_dim), LANES
     else:
         # TPU tiles are 128 lanes wide: a narrower minor axis would be relaid out on every call.
-        lanes = LANES if jax.default_backend() == "tpu" else 1
+        lanes = LANES if _is_tpu(platform) else 1
         rows, width = 2 * spec.num_kv_heads, -(-spec.head_dim // lanes) * lanes
     return (spec.num_layers, num_blocks + 1, rows, block_size, width)
 
 
-def scales_shape(spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> tuple[int, ...]:
+def scales_shape(
+    spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any, platform: str | None = None
+) -> tuple[int, ...]:
     """Shape `[L, N+1, 2K, P]` of the scales of an 8-bit pool, `[0]` of another.
 
     On TPU 2K is padded to a multiple of 8 unless it is 2 or 4: for 6, 10, 12, 14 and 20 XLA chooses
@@ -166,9 +178,13 @@ def scales_shape(spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) 
     if jnp.dtype(dtype).itemsize > 1:
         return (0,)
     rows = 2 * spec.num_kv_heads
-    if jax.default_backend() == "tpu" and rows > 4:
+    if _is_tpu(platform) and rows > 4:
         rows = 8 * ceil_div(rows, 8)
     return (spec.num_layers, num_blocks + 1, rows, block_size)
+
+
+def _is_tpu(platform: str | None) -> bool:
+    return (platform or jax.default_backend()) == "tpu"
 
 
 def check_kv_dtype(dtype: Any) -> jnp.dtype:

@@ -53,10 +53,10 @@ def _pool(shape: Shape, block_size: int, pool: str):
         num_layers=NUM_LAYERS, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim
     )
     dtype = jnp.dtype(pool)
-    one = _array(kv_shape(spec, 1, block_size, shape.layout), dtype)
+    one = _array(kv_shape(spec, 1, block_size, shape.layout, "tpu"), dtype)
     num_blocks = ceil_div(MIN_POOL_BYTES, _num_bytes(one) // 2)
-    kv = _array(kv_shape(spec, num_blocks, block_size, shape.layout), dtype)
-    scales = scales_shape(spec, num_blocks, block_size, dtype)
+    kv = _array(kv_shape(spec, num_blocks, block_size, shape.layout, "tpu"), dtype)
+    scales = scales_shape(spec, num_blocks, block_size, dtype, "tpu")
     return kv, _array(scales, jnp.float32) if dtype.itemsize == 1 else None
 
 
