@@ -16,6 +16,8 @@ _logger = logging.getLogger("paged_jax")
 
 _DEFAULT_MODEL_LEN = 2048
 _CPU_POOL_BYTES = 4 * 2**30
+_TPU_COPY_BYTES = 96 * 2**10
+"""A block of one layer is one copy: smaller ones take longer to issue than to arrive."""
 
 
 def resolve(
@@ -38,9 +40,11 @@ def resolve(
         raise ValueError(
             f"max_model_len ({model_len}) exceeds the model's positions ({max_position})"
         )
-    block_size = config.block_size or (64 if platform == "tpu" else 16)
+    block_size = config.block_size or _default_block_size(platform, spec, kv_dtype)
     if platform == "tpu" and block_size % 8:
         raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
+    if platform == "tpu" and np.dtype(kv_dtype) == np.float16:
+        raise NotImplementedError("TPU kernels do not read float16 pools; use bfloat16")
     tokens = config.max_num_batched_tokens
     if tokens is None:
         # A CPU is at its limit with far fewer tokens, and padding costs it more.
@@ -86,6 +90,15 @@ def resolve(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
     )
+
+
+def _default_block_size(platform: str, spec: CacheSpec, kv_dtype: Any) -> int:
+    if platform != "tpu":
+        return 16
+    if np.dtype(kv_dtype).itemsize == 1:
+        return 128
+    *_, rows, size, width = kv_shape(spec, 1, 64, platform=platform)
+    return 64 if rows * size * width * np.dtype(kv_dtype).itemsize >= _TPU_COPY_BYTES else 128
 
 
 def _available_bytes(platform: str, utilization: float) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -76,3 +77,24 @@ def test_a_cpu_takes_fewer_tokens_per_dispatch_by_default():
     assert resolve(num_blocks=4).max_num_batched_tokens == 512
     assert resolve(num_blocks=4, max_num_seqs=600).max_num_batched_tokens == 600
     assert resolve(num_blocks=4, max_num_batched_tokens=2048).max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("platform", "heads", "dtype", "expected"),
+    [
+        ("cpu", 8, "float32", 16),
+        ("gpu", 8, "bfloat16", 16),
+        ("tpu", 8, "bfloat16", 64),  # 64 positions of 16 rows of 128: 256 KiB a copy
+        ("tpu", 1, "bfloat16", 128),  # 32 KiB
+        ("tpu", 8, "int8", 128),  # scales need whole lanes
+    ],
+)
+def test_blocks_are_as_large_as_the_platform_copies_well(platform, heads, dtype, expected):
+    spec = CacheSpec(num_layers=2, num_kv_heads=heads, head_dim=128)
+    assert pool._default_block_size(platform, spec, jnp.dtype(dtype)) == expected
+
+
+def test_float16_pools_are_refused_on_tpu(monkeypatch):
+    monkeypatch.setattr(pool.jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="float16"):
+        pool.resolve(EngineConfig(num_blocks=8), SPEC, np.float16, None)
