@@ -80,6 +80,9 @@ def paged_decode(
     """
     heads = heads_of(q.shape[1:], kv, num_kv_heads, scales)
     num_seqs = q.shape[0]
+    if not block_tables.size:
+        lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
+        return jnp.zeros_like(q), lse
     options = Options(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if config is None:
         config = decode_config(
@@ -101,7 +104,7 @@ def paged_decode(
         tile_rows=-(-config.heads_per_tile * heads.queries // 8) * 8,
         num_buffers=config.num_buffers,
     )
-    lens = jnp.minimum(context_lens, block_tables.shape[1] * kv.shape[3])
+    lens = jnp.clip(context_lens, 0, block_tables.shape[1] * kv.shape[3])
     if num_rows is not None:
         lens = jnp.where(jnp.arange(num_seqs) < num_rows, lens, 0)
     work = decode_work(

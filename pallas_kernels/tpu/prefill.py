@@ -87,6 +87,9 @@ def paged_prefill(
     heads = heads_of(q.shape[1:], kv, num_kv_heads, scales)
     total, block_size = q.shape[0], kv.shape[3]
     max_tokens = block_tables.shape[1] * block_size
+    if not q.size or not block_tables.size:
+        lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32) if return_lse else None
+        return jnp.zeros_like(q), lse
     if config is None:
         config = prefill_config(heads, kv, q.dtype, num_tokens=total, max_tokens=max_tokens)
     tile, steps = config.tile_tokens, config.heads_per_step
@@ -122,7 +125,7 @@ def paged_prefill(
     if sinks is not None:
         sink_lanes = per_head(base2_sinks(sinks), heads)[..., None]
         sink_lanes = jnp.broadcast_to(sink_lanes, (*sink_lanes.shape[:2], LANES))
-    lens = jnp.minimum(context_lens, max_tokens)
+    lens = jnp.clip(context_lens, 0, max_tokens)
     out, lse = _call(
         shape, config, work, lens, query_starts, layer, queries, kv, scales, sink_lanes,
         q.dtype, return_lse, interpret,
