@@ -1,0 +1,247 @@
+"""Cases of TPU attention: a few in which every two values of two options meet, and how one is run.
+
+A case costs seconds to compile, so shapes are small: a chunk of keys is 128 tokens, or two blocks
+of 128, and the longest row has a few of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.compat import tpu_interpret_params
+from pallas_kernels.tpu import decode_kernel, tables
+from pallas_kernels.tpu.config import DecodeConfig, PrefillConfig
+from pallas_kernels.tpu.decode import paged_decode
+from pallas_kernels.tpu.prefill import paged_prefill
+from tests.cover import Value, pairwise
+from tests.kernels.cases import (
+    LAYER,
+    SM_SCALE,
+    Case,
+    Inputs,
+    expected_decode,
+    expected_prefill,
+)
+
+FACTORS = {
+    "kernel": ("decode", "prefill"),
+    "head_dim": (32, 64, 80, 96, 128, 256),
+    "group": (1, 3, 4, 6, 7, 8, 24, 48),
+    "num_kv_heads": (1, 2, 3),
+    "block_size": (8, 16, 32, 64, 128),
+    "dtype": ("float32", "bfloat16"),
+    "kv_dtype": ("same", "int8", "float8_e4m3fn", "float8_e5m2"),
+    "window": ("all", "small", "long"),
+    "has_cap": (False, True),
+    "has_sinks": (False, True),
+    "return_lse": (False, True),
+    "table": ("smem", "hbm"),
+    "num_buffers": (2, 3),
+    "dma": ("on_wait", "eager"),
+    # Heads of the pool in a tile of decode or in a grid step of prefill.
+    "heads_at_once": ("one", "all"),
+    # A chunk that is not seen as a whole, which decode may compute in parts.
+    "edge": ("whole", "parts"),
+    "rows": ("all", "some"),
+}
+
+
+class Entry(NamedTuple):
+    """A value of every factor."""
+
+    kernel: str
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    block_size: int
+    dtype: str
+    kv_dtype: str = "same"
+    window: str = "all"
+    has_cap: bool = False
+    has_sinks: bool = False
+    return_lse: bool = True
+    table: str = "smem"
+    num_buffers: int = 2
+    dma: str = "on_wait"
+    heads_at_once: str = "all"
+    edge: str = "whole"
+    rows: str = "all"
+
+    def __str__(self) -> str:
+        options = [
+            self.kernel,
+            f"d{self.head_dim}_g{self.group}_k{self.num_kv_heads}_p{self.block_size}",
+            self.dtype if self.kv_dtype == "same" else f"{self.dtype}_{self.kv_dtype}",
+            {"all": "", "small": "window", "long": "long_window"}[self.window],
+            "cap" if self.has_cap else "",
+            "sinks" if self.has_sinks else "",
+            "lse" if self.return_lse else "",
+            self.table,
+            f"b{self.num_buffers}" if self.kernel == "decode" else "",
+            self.dma,
+            self.heads_at_once,
+            self.edge,
+            self.rows,
+        ]
+        return "-".join(filter(None, options))
+
+    @property
+    def chunk(self) -> int:
+        """Keys per chunk."""
+        return 256 if self.block_size == 128 else 128
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """Rows that are computed; decode starts at the first."""
+        num_rows = len(self.case.context_lens)
+        if self.rows == "all":
+            return 0, num_rows
+        return (0 if self.kernel == "decode" else 2), num_rows - 1
+
+    @property
+    def case(self) -> Case:
+        """Shapes and lengths. Packed tokens of rows lie in the same tiles, in front of a row of
+        more than a tile; the long row's last tokens lie on both sides of a chunk's edge."""
+        size, long = self.block_size, (self.chunk * (2 if self.block_size == 128 else 3)) + 5
+        return Case(
+            name=str(self),
+            block_size=size,
+            num_heads=self.group * self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            context_lens=(0, 1, size - 1, size, size + 1, 0, long, 21),
+            query_lens=(0, 1, 3, 2, 5, 0, 9, 19),
+            table_width=-(-long // size),
+            dtype=self.dtype,
+            kv_dtype=None if self.kv_dtype == "same" else self.kv_dtype,
+            layout="packed" if self.head_dim < 80 else "split",
+            is_for_tpu=True,
+            sliding_window={"all": None, "small": 4, "long": self.chunk + 30}[self.window],
+            soft_cap=3.0 if self.has_cap else None,
+            has_sinks=self.has_sinks,
+        )
+
+
+def may_meet(left: Value, right: Value) -> bool:
+    """Scales of blocks below 128 do not fill a register; some options are decode's."""
+    values = dict((left, right))
+    is_8_bit = values.get("kv_dtype", "same") != "same"
+    if is_8_bit and values.get("block_size", 128) != 128:
+        return False
+    is_decode = values.get("num_buffers", 2) != 2 or values.get("edge", "whole") != "whole"
+    return not (is_decode and values.get("kernel") == "prefill")
+
+
+@functools.cache
+def covering_entries() -> tuple[Entry, ...]:
+    """Entries in which every two values of two factors meet that may."""
+    return tuple(Entry(**combination) for combination in pairwise(FACTORS, may_meet))
+
+
+def typical_entries() -> set[Entry]:
+    """A few of the entries, in which every kernel, dtype and option occurs."""
+    missing = {
+        (name, value)
+        for name, values in FACTORS.items()
+        for value in values
+        if name not in ("head_dim", "group", "num_kv_heads", "block_size")
+    }
+    chosen = set()
+    while missing:
+        # Few heads compile and run faster.
+        best = max(
+            covering_entries(),
+            key=lambda entry: (
+                len(missing & set(entry._asdict().items())),
+                -entry.group * entry.num_kv_heads,
+            ),
+        )
+        chosen.add(best)
+        missing -= set(best._asdict().items())
+    return chosen
+
+
+@functools.cache
+def compiled(entry: Entry) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    """The kernel of an entry as a program: other lengths, tables and values compile nothing."""
+
+    @jax.jit
+    def run(q, kv, scales, block_tables, context_lens, query_starts, sinks, first_row, num_rows):
+        case = entry.case
+        options = {
+            "sm_scale": SM_SCALE,
+            "num_kv_heads": case.num_kv_heads,
+            "scales": scales,
+            "sliding_window": case.sliding_window,
+            "soft_cap": case.soft_cap,
+            "sinks": sinks,
+            "num_rows": num_rows,
+            "return_lse": entry.return_lse,
+            "interpret": dataclasses.replace(tpu_interpret_params(), dma_execution_mode=entry.dma),
+        }
+        pool_heads = kv.shape[2] // 2
+        heads = 1 if entry.heads_at_once == "one" else pool_heads
+        limit = tables.SMEM_TABLE_BYTES if entry.table == "smem" else 0
+        # Half a chunk or less.
+        part = 64 if entry.edge == "parts" else decode_kernel.PART_TOKENS
+        with (
+            mock.patch.object(tables, "SMEM_TABLE_BYTES", limit),
+            mock.patch.object(decode_kernel, "PART_TOKENS", part),
+        ):
+            if entry.kernel == "decode":
+                config = DecodeConfig(
+                    block_tokens=entry.chunk, heads_per_tile=heads, num_buffers=entry.num_buffers
+                )
+                operands = q, kv, LAYER, block_tables, context_lens
+                return paged_decode(*operands, config=config, **options)
+            config = PrefillConfig(
+                tile_tokens=16 if entry.group > 4 else 32,
+                chunk_tokens=entry.chunk,
+                heads_per_step=heads,
+            )
+            operands = q, kv, LAYER, block_tables, context_lens, query_starts
+            return paged_prefill(*operands, first_row=first_row, config=config, **options)
+
+    return run
+
+
+def run(
+    entry: Entry, inputs: Inputs, rows: tuple[int, int] | None = None, **changed: Any
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Outputs and log-sum-exp of an entry; `changed` are arrays of `inputs` to replace."""
+    inputs = dataclasses.replace(inputs, **changed)
+    first_row, num_rows = entry.row_range if rows is None else rows
+    out, lse = compiled(entry)(
+        inputs.decode_q if entry.kernel == "decode" else inputs.prefill_q,
+        inputs.cache.kv,
+        inputs.cache.scales if inputs.cache.is_quantized else None,
+        inputs.block_tables,
+        inputs.context_lens,
+        inputs.query_starts,
+        inputs.sinks,
+        jnp.int32(first_row),
+        jnp.int32(num_rows),
+    )
+    return np.asarray(out), None if lse is None else np.asarray(lse)
+
+
+def expected(
+    entry: Entry, inputs: Inputs, rows: tuple[int, int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `run` must return, from the oracle."""
+    first_row, num_rows = entry.row_range if rows is None else rows
+    if entry.kernel == "decode":
+        out, lse = expected_decode(inputs, entry.case)
+        is_own = np.arange(len(out)) < num_rows
+    else:
+        out, lse = expected_prefill(inputs, entry.case)
+        token = np.arange(len(out))
+        begin, end = inputs.query_starts[[first_row, num_rows]]
+        is_own = (token >= begin) & (token < end)
+    return np.where(is_own[:, None, None], out, 0.0), np.where(is_own[:, None], lse, -np.inf)
