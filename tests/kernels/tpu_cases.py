@@ -167,7 +167,7 @@ def typical_entries() -> set[Entry]:
     return chosen
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def compiled(entry: Entry) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
     """The kernel of an entry as a program: other lengths, tables and values compile nothing."""
 
