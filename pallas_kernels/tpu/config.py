@@ -24,7 +24,7 @@ DEFAULT_VMEM_BYTES = 12 << 20
 """What a kernel may need without asking: the compiler grants 16 MiB, of which it wants some."""
 
 UNKNOWN_VMEM_BYTES = 64 << 20
-"""Vector memory of a chip that is not known when a program is traced: the least of those served."""
+"""Vector memory of a chip that is not known when a program is traced: that of v5p and v7x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +76,24 @@ def decode_config(
       max_tokens: Tokens that a row's block table holds.
     Raises: NotImplementedError for a work list that scalar memory cannot hold.
     """
-    info = chip()
+    info, unit = chip(), _unit(kv.shape[3])
     vmem = UNKNOWN_VMEM_BYTES if info is None else info.vmem_capacity_bytes
     token_bytes = 2 * heads.pool_heads * heads.width * kv.dtype.itemsize
-    unit = _unit(kv.shape[3])
-    tokens = min(BUFFER_BYTES, vmem // 16) // token_bytes
-    tokens = max(unit, min(tokens, 2048, max_tokens) // unit * unit)
+
+    def needed(config: DecodeConfig) -> int:
+        tile_bytes = 3 * heads.width * 4  # what the compiler keeps of an item besides
+        return config.block_tokens * (config.num_buffers * token_bytes + tile_bytes)
+
     found = lookup("paged_decode", key(heads, kv, q_dtype), DecodeConfig)
-    if found is not None and (found.block_tokens % unit or heads.pool_heads % found.heads_per_tile):
-        found = None
-    if found is not None:
-        tokens = found.block_tokens
-    while 4 * num_rows * -(-max_tokens // tokens) > LIST_BYTES:
-        tokens *= 2
-        if tokens * token_bytes > vmem // 4:
-            raise NotImplementedError(
-                f"a work list of {num_rows} rows of {max_tokens} tokens needs more than "
-                f"{LIST_BYTES} bytes of scalar memory in items of {vmem // 4} bytes"
-            )
-    if found is None:
+    if (
+        found is None
+        or found.block_tokens % unit
+        or heads.pool_heads % found.heads_per_tile
+        or needed(found) > vmem * 3 // 4
+    ):
+        tokens = min(BUFFER_BYTES, vmem // 16) // token_bytes
         found = DecodeConfig(
-            block_tokens=tokens,
+            block_tokens=max(unit, min(tokens, 2048, max_tokens) // unit * unit),
             heads_per_tile=max(
                 n
                 for n in range(1, heads.pool_heads + 1)
@@ -104,10 +101,15 @@ def decode_config(
             ),
             num_cores=1 if info is None else info.num_cores,
         )
-    needed = found.num_buffers * tokens * token_bytes + 3 * tokens * heads.width * 4
-    return dataclasses.replace(
-        found, block_tokens=tokens, vmem_limit_bytes=_vmem_limit(needed, vmem)
-    )
+    while 4 * num_rows * -(-max_tokens // found.block_tokens) > LIST_BYTES:
+        found = dataclasses.replace(found, block_tokens=2 * found.block_tokens)
+        if needed(found) > vmem // 2:
+            raise NotImplementedError(
+                f"a work list of {num_rows} rows of {max_tokens} tokens needs more than "
+                f"{LIST_BYTES} bytes of scalar memory, even in the largest items that "
+                f"{vmem} bytes of vector memory hold"
+            )
+    return dataclasses.replace(found, vmem_limit_bytes=_vmem_limit(needed(found), vmem))
 
 
 def prefill_config(
@@ -122,11 +124,24 @@ def prefill_config(
       num_tokens: T.
       max_tokens: Tokens that a row's block table holds.
     """
-    info = chip()
+    info, unit = chip(), _unit(kv.shape[3])
     vmem = UNKNOWN_VMEM_BYTES if info is None else info.vmem_capacity_bytes
-    unit = _unit(kv.shape[3])
+
+    def needed(config: PrefillConfig) -> int:
+        rows, steps = config.tile_tokens * heads.queries, config.heads_per_step
+        state = steps * rows * (2 * LANES + heads.width) * 4 + rows * config.chunk_tokens * 12
+        buffers = 4 * steps * config.chunk_tokens * heads.width * kv.dtype.itemsize
+        return state + buffers + 4 * steps * rows * heads.width * jnp.dtype(q_dtype).itemsize
+
     found = lookup("paged_prefill", key(heads, kv, q_dtype), PrefillConfig)
-    if found is None or found.chunk_tokens % unit or heads.pool_heads % found.heads_per_step:
+    if (
+        found is None
+        or found.chunk_tokens % unit
+        or found.tile_tokens % (2 * SUBLANES)
+        or found.tile_tokens & (found.tile_tokens - 1)
+        or heads.pool_heads % found.heads_per_step
+        or needed(found) > vmem * 3 // 4
+    ):
         tile = 2 * SUBLANES
         while 2 * tile * heads.queries <= 512:
             tile *= 2
@@ -140,13 +155,8 @@ def prefill_config(
     tile = found.tile_tokens
     while tile > 2 * SUBLANES and tile >= 2 * num_tokens:
         tile //= 2
-    rows, steps = tile * heads.queries, found.heads_per_step
-    state = steps * rows * (2 * LANES + heads.width) * 4 + rows * found.chunk_tokens * 12
-    buffers = 4 * steps * found.chunk_tokens * heads.width * kv.dtype.itemsize
-    blocks = 4 * steps * rows * heads.width * jnp.dtype(q_dtype).itemsize
-    return dataclasses.replace(
-        found, tile_tokens=tile, vmem_limit_bytes=_vmem_limit(state + buffers + blocks, vmem)
-    )
+    found = dataclasses.replace(found, tile_tokens=tile)
+    return dataclasses.replace(found, vmem_limit_bytes=_vmem_limit(needed(found), vmem))
 
 
 def _unit(block_size: int) -> int:
@@ -155,7 +165,7 @@ def _unit(block_size: int) -> int:
 
 
 def _vmem_limit(needed: int, capacity: int) -> int | None:
-    return None if needed <= DEFAULT_VMEM_BYTES else capacity * 3 // 4
+    return None if needed <= DEFAULT_VMEM_BYTES else max(capacity * 3 // 4, 16 << 20)
 
 
 def key(heads: Heads, kv: jax.Array, q_dtype: Any) -> str:
@@ -176,9 +186,11 @@ def lookup(kernel: str, key: str, config: type[T]) -> T | None:
         return None
     entry = _table(device_name(info)).get(kernel, {}).get(key)
     try:
-        return None if entry is None else config(**entry)
+        found = None if entry is None else config(**entry)
     except TypeError:  # written by another version
         return None
+    is_legal = all(type(size) is int and size > 0 for size in (entry or {}).values())
+    return found if is_legal else None
 
 
 def device_name(info: Any) -> str:
@@ -187,7 +199,7 @@ def device_name(info: Any) -> str:
 
 
 @functools.cache
-def _table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
+def _table(device: str) -> dict[str, dict[str, Any]]:
     """{kernel: {key: fields of a config}} of a device, empty if there is none that can be read."""
     try:
         file = resources.files("pallas_kernels.tpu") / "tuned" / f"{device}.json"
