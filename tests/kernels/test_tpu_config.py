@@ -304,7 +304,7 @@ WRONG_VALUES = [
     ("heads_per_tile", -1), ("num_buffers", "2"), ("num_buffers", 0), ("num_buffers", 200),
     ("num_cores", 0), ("tile_tokens", "32"), ("tile_tokens", 0), ("tile_tokens", -16),
     ("tile_tokens", 48), ("chunk_tokens", "256"), ("chunk_tokens", 0), ("chunk_tokens", 1 << 20),
-    ("heads_per_step", 0), ("block_tokens", 2**20), ("num_buffers", 200), ("chunk_tokens", 2**20),
+    ("heads_per_step", 0),
 ]  # fmt: skip
 
 
