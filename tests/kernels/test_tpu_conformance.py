@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import LAYER, SM_SCALE, TOLERANCES, Inputs, assert_close, build
-from tests.kernels.races import races_found
-from tests.kernels.tpu_cases import Entry, covering_entries, expected, run, typical_entries
+from tests.kernels.tpu_cases import (
+    Entry,
+    assert_orderly,
+    covering_entries,
+    expected,
+    run,
+    typical_entries,
+)
 
 # Queries of prefill are scaled and rounded to bfloat16 once more: 2^-9 of each product, and logits
 # of up to 15 here, where probabilities and logits then move by 1 or 2 in 100.
@@ -76,7 +82,7 @@ def assert_same(got: tuple, want: tuple) -> None:
 def test_what_is_live_is_read_and_nothing_else(entry, capsys):
     inputs = build(entry.case)
     got = run(entry, inputs)
-    assert not races_found(capsys)
+    assert_orderly(capsys)
     check(entry, got, expected(entry, inputs))
 
 
@@ -87,7 +93,7 @@ def test_dead_slots_do_not_change_a_bit(entry, capsys):
     check(entry, want, expected(entry, clean))
     for other in others:
         assert_same(run(entry, other), want)
-    assert not races_found(capsys)
+    assert_orderly(capsys)
 
 
 @by_small_entry
