@@ -111,22 +111,18 @@ def test_pools_that_kernels_refuse_are_served_by_xla_on_tpu_too(operands):
 
 
 @pytest.mark.exhaustive
-def test_operations_can_be_mapped(operands):
-    """Over tokens; the pool is one."""
-    cache, q, keys, _ = operands
-    slots, tables, lens, starts = context()
+def test_attention_can_be_mapped_over_queries(operands):
+    cache, q, *_ = operands
+    _, tables, lens, starts = context()
 
-    def one(q, keys):
+    def one(q):
         out = ops.paged_decode(q, cache, 1, tables, lens, sm_scale=0.1)
-        out += ops.paged_prefill(q, cache, 1, tables, lens, starts, sm_scale=0.1)
-        return ops.write_kv(cache, 1, keys, keys, slots).kv, out
+        return out + ops.paged_prefill(q, cache, 1, tables, lens, starts, sm_scale=0.1)
 
-    batch = jnp.stack([q, 2 * q]), jnp.stack([keys, -keys])
-    kv, out = jax.jit(jax.vmap(one))(*batch)
+    batch = jnp.stack([q, 2 * q])
+    out = jax.jit(jax.vmap(one))(batch)
     for i in range(2):
-        want_kv, want = jax.jit(one)(*(x[i] for x in batch))
-        np.testing.assert_array_equal(kv[i], want_kv)
-        np.testing.assert_allclose(out[i], want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(out[i], jax.jit(one)(batch[i]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.exhaustive
