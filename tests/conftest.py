@@ -12,6 +12,8 @@ install_import_hook(["paged_jax.ops", "pallas_kernels"], "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Meshes for the tests of sharding.
+jax.config.update("jax_num_cpu_devices", 8)
 # Halves compile time, which is most of the time of these tests. The README's commands, which
 # .ci/run executes, run the optimised code.
 jax.config.update("jax_disable_most_optimizations", True)

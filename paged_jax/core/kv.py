@@ -293,6 +293,8 @@ def copy_blocks(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
       dst: i32[S], blocks to write; entries with dst 0 are padding.
     """
     src, dst = as_lists(src=src, dst=dst)
+    if not dst.size:
+        return cache
     is_real = dst > 0
     order = jnp.nonzero(is_real, size=dst.shape[0], fill_value=0)[0]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
+from jax.sharding import AxisType
 
 from paged_jax.core import KVCache
 
@@ -48,17 +49,31 @@ def run(
         return xla(*operands)
     if backend == "pallas_tpu":
         return pallas_tpu(*operands)
-    if not _is_served_by_tpu(cache, num_heads):
+    # Kernels take the arrays of one device: on an explicit mesh they belong into `shard_map`.
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    if is_explicit or not _suits_tpu(cache, num_heads) or not _can_trace(pallas_tpu, operands):
         return xla(*operands)
-    return jax.lax.platform_dependent(*operands, tpu=pallas_tpu, default=xla)
+    # A batched kernel would be one with another grid: run the kernel for one after another.
+    one_by_one = jax.custom_batching.sequential_vmap(pallas_tpu)
+    return jax.lax.platform_dependent(*operands, tpu=one_by_one, default=xla)
 
 
-def _is_served_by_tpu(cache: KVCache, num_heads: int) -> bool:
+def _suits_tpu(cache: KVCache, num_heads: int) -> bool:
+    """Whether TPU kernels serve the pool; nothing of Pallas is imported to find that out."""
     from pallas_kernels.tpu.heads import heads_of
 
     scales = cache.scales if cache.is_quantized else None
     try:
         heads_of((num_heads, cache.head_dim), cache.kv, cache.num_kv_heads, scales)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _can_trace(kernel: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
+    """Whether a kernel serves the other shapes too; the trace is kept and used again."""
+    try:
+        jax.eval_shape(kernel, *operands)
     except NotImplementedError:
         return False
     return True

@@ -402,3 +402,9 @@ def test_quantising_saturates(rng):
         assert np.isfinite(numbers.astype(jnp.float32)).all()
         assert np.isfinite(scales).all()
         assert numbers[0, 0] > 0 > numbers[0, 2]
+
+
+def test_a_list_of_no_copies_is_fine():
+    cache = core.create_kv_cache(SPEC, 4, 2, "float32")
+    none = jnp.zeros(0, jnp.int32)
+    assert core.copy_blocks(cache, none, none) is cache

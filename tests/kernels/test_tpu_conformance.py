@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.cases import LAYER, SM_SCALE, TOLERANCES, Inputs, assert_close, build
+from tests.kernels.races import assert_orderly
 from tests.kernels.tpu_cases import (
     Entry,
-    assert_orderly,
     covering_entries,
     expected,
     run,

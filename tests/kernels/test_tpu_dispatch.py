@@ -125,11 +125,8 @@ def test_attention_can_be_mapped_over_queries(operands):
         np.testing.assert_allclose(out[i], jax.jit(one)(batch[i]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_heads_can_be_sharded(kind, operands):
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     heads, pool = P(None, "x"), P(None, None, "x")
     cache_spec = dataclasses.replace(operands[0], kv=pool, scales=P())
@@ -188,3 +185,51 @@ def test_what_a_named_kernel_cannot_serve_is_refused(op, operands):
         with pytest.raises(NotImplementedError, match=message):
             call(cache, backend="pallas_tpu")
         call(cache)
+
+
+def test_a_pool_can_be_mapped_over(operands):
+    cache, q, keys, values = operands
+    slots, tables, lens, _ = context()
+
+    def one(keys):
+        written = ops.write_kv(cache, 0, keys, values, slots)
+        return ops.paged_decode(q[: len(lens)], written, 0, tables, lens, sm_scale=0.1)
+
+    batch = jnp.stack([keys, 2 * keys])
+    mapped = jax.jit(jax.vmap(one))
+    for out, each in zip(mapped(batch), batch, strict=True):
+        np.testing.assert_allclose(out, jax.jit(one)(each), rtol=1e-6, atol=1e-6)
+    exported = jax.export.export(mapped, platforms=["tpu"])(batch)
+    assert "tpu_custom_call" in exported.mlir_module()
+
+
+def test_outside_of_shard_map_an_explicit_mesh_gets_xla(operands):
+    cache, q, _, _ = operands
+    _, tables, lens, _ = context()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def decode(q, cache):
+        return ops.paged_decode(q, cache, 0, tables, lens, sm_scale=0.1)
+
+    want = jax.jit(decode)(q[: len(lens)], cache)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(decode)(q[: len(lens)], cache), want)
+
+
+def test_lists_that_scalar_memory_cannot_hold_get_xla():
+    spec = core.CacheSpec(num_layers=1, num_kv_heads=8, head_dim=256)
+    cache = jax.eval_shape(lambda: core.create_kv_cache(spec, 2048, 128, "float32"))
+    rows = 1024
+    shapes = (
+        jax.ShapeDtypeStruct((rows, 8, 256), jnp.float32),
+        cache,
+        jax.ShapeDtypeStruct((rows, 1024), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+    def decode(q, cache, tables, lens, backend=None):
+        return ops.paged_decode(q, cache, 0, tables, lens, sm_scale=0.1, backend=backend)
+
+    assert jax.eval_shape(decode, *shapes).shape == (rows, 8, 256)
+    with pytest.raises(NotImplementedError, match="1024 rows of 131072 tokens"):
+        jax.eval_shape(lambda *args: decode(*args, backend="pallas_tpu"), *shapes)

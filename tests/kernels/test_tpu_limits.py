@@ -25,7 +25,7 @@ from tests.kernels.cases import (
     build,
     expected_decode,
 )
-from tests.kernels.tpu_cases import assert_orderly
+from tests.kernels.races import assert_orderly
 
 # (queries, keys) of every row of 1 to 9 queries and up to 33 keys.
 LENGTHS = [(count, total) for count in range(1, 10) for total in range(count, 34)]

@@ -13,7 +13,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.compat import tpu_interpret_params
 from pallas_kernels.tpu import decode_kernel, tables
@@ -29,7 +28,6 @@ from tests.kernels.cases import (
     expected_decode,
     expected_prefill,
 )
-from tests.kernels.races import MESSAGE
 
 FACTORS = {
     "kernel": ("decode", "prefill"),
@@ -247,14 +245,3 @@ def expected(
         begin, end = inputs.query_starts[[first_row, num_rows]]
         is_own = (token >= begin) & (token < end)
     return np.where(is_own[:, None, None], out, 0.0), np.where(is_own[:, None], lse, -np.inf)
-
-
-def assert_orderly(capsys: pytest.CaptureFixture[str]) -> None:
-    """Asserts that no copy raced since the last call, and none was left that nobody waits for.
-
-    A copy that happens when it is started shows a missing wait by the second alone. Read the
-    kernel's output first: kernels run asynchronously.
-    """
-    printed = capsys.readouterr().out
-    assert MESSAGE not in printed
-    assert "non-zero count" not in printed, "a semaphore is not zero when the kernel ends"
