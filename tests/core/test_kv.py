@@ -405,6 +405,7 @@ def test_quantising_saturates(rng):
 
 
 def test_a_list_of_no_copies_is_fine():
-    cache = core.create_kv_cache(SPEC, 4, 2, "float32")
+    spec = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=2)
+    cache = core.create_kv_cache(spec, 4, 2, "float32")
     none = jnp.zeros(0, jnp.int32)
     assert core.copy_blocks(cache, none, none) is cache
