@@ -5,6 +5,7 @@ layer index and returns the pool with its change, so that XLA updates it in plac
 """
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +197,10 @@ def check_kv_dtype(dtype: Any) -> jnp.dtype:
 
 
 def check_layer(cache: KVCache, layer: jax.Array | int) -> None:
-    """ValueError for a layer out of range, where its value is known."""
-    if isinstance(layer, int) and not 0 <= layer < cache.num_layers:
+    """ValueError for a layer out of range, where its value is known; TypeError for a fraction."""
+    if isinstance(layer, jax.core.Tracer):
+        return
+    if not 0 <= operator.index(layer) < cache.num_layers:
         raise ValueError(f"layer ({layer}) must be in 0..{cache.num_layers - 1}")
 
 

@@ -1,7 +1,6 @@
 """Paged attention: argument checks and the choice of a backend."""
 
 import functools
-import math
 import operator
 from typing import Any
 
@@ -16,6 +15,8 @@ from paged_jax.ops.dispatch import Backend, check_backend, run
 
 SMALLEST_CAP = 1e-6
 """Soft caps below this leave float32: the quotient overflows, and 0 / 0 is NaN."""
+LARGEST_CAP = 1e30
+"""Soft caps above this do nothing but leave float32."""
 
 
 def paged_decode(
@@ -64,6 +65,8 @@ def paged_decode(
             f"block_tables {tables.shape} and context_lens {lens.shape} must have a row per query "
             f"({q.shape[0]})"
         )
+    if not tables.shape[1]:
+        raise ValueError(f"block_tables {tables.shape} must have at least one block per row")
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     rows = q.shape[0] if num_rows is None else num_rows
 
@@ -144,6 +147,8 @@ def paged_prefill(
             f"context_lens {lens.shape} must have R and query_starts {starts.shape} R + 1 entries "
             f"for R = {count} rows of block_tables"
         )
+    if not tables.shape[1]:
+        raise ValueError(f"block_tables {tables.shape} must have at least one block per row")
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     end = count if num_rows is None else num_rows
 
@@ -178,16 +183,24 @@ def _options(
         sliding_window = min(operator.index(sliding_window), 2**30)  # longer than any row
         if sliding_window < 1:
             raise ValueError(f"sliding_window ({sliding_window}) must be at least 1")
-    if soft_cap is not None and not soft_cap >= SMALLEST_CAP:
-        raise ValueError(f"soft_cap ({soft_cap}) must be at least {SMALLEST_CAP}")
-    if soft_cap == math.inf:
-        soft_cap = None
+    if soft_cap is not None:
+        soft_cap = _number("soft_cap", soft_cap)
+        if not soft_cap >= SMALLEST_CAP:
+            raise ValueError(f"soft_cap ({soft_cap}) must be at least {SMALLEST_CAP}")
+        soft_cap = None if soft_cap > LARGEST_CAP else soft_cap
     return xla.Attention(
-        sm_scale=sm_scale,
+        sm_scale=_number("sm_scale", sm_scale),
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         has_lse=has_lse,
     )
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except jax.errors.ConcretizationTypeError:
+        raise TypeError(f"{name} must be known when the program is traced") from None
 
 
 def _check(

@@ -36,12 +36,17 @@ def write_kv(
     """
     check_backend(backend, interpret)
     core.check_layer(cache, layer)
+    slots = core.as_i32(slots, "slots")
     expected = (slots.shape[0], cache.num_kv_heads, cache.head_dim)
     if keys.shape != expected or values.shape != expected:
         raise ValueError(
             f"keys {keys.shape} and values {values.shape} must have shape {expected} "
             "(slots, num_kv_heads, head_dim)"
         )
+    if not (
+        jnp.issubdtype(keys.dtype, jnp.floating) and jnp.issubdtype(values.dtype, jnp.floating)
+    ):
+        raise ValueError(f"keys ({keys.dtype}) and values ({values.dtype}) must be floating point")
 
     def on_tpu(*operands):
         from paged_jax.ops import tpu
@@ -50,7 +55,7 @@ def write_kv(
 
     # Tags are no concern of a kernel, and need not pass through it.
     bare = dataclasses.replace(cache, tags=None)
-    slots, layer = core.as_i32(slots, "slots"), jnp.asarray(layer, jnp.int32)
+    layer = jnp.asarray(layer, jnp.int32)
     heads = cache.num_kv_heads
     written = run(backend, cache, heads, core.write, on_tpu, bare, layer, keys, values, slots)
     return dataclasses.replace(written, tags=cache.tags)

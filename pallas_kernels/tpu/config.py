@@ -41,6 +41,10 @@ class DecodeConfig:
     """TensorCores that share the list (v4 and v5p have two a device)."""
     vmem_limit_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "heads_per_tile", "num_buffers", "num_cores"):
+            _check_at_least_1(name, getattr(self, name))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
@@ -53,6 +57,25 @@ class PrefillConfig:
     heads_per_step: int
     """Pool heads per grid step: copied by one descriptor a block; divides their number."""
     vmem_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tile_tokens", "chunk_tokens", "heads_per_step"):
+            _check_at_least_1(name, getattr(self, name))
+        if self.tile_tokens % SUBLANES or self.tile_tokens & (self.tile_tokens - 1):
+            raise ValueError(
+                f"tile_tokens ({self.tile_tokens}) must be a power of two from {SUBLANES} on"
+            )
+
+
+def _check_at_least_1(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} ({value!r}) must be an integer of at least 1")
+
+
+def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    """ValueError unless `value` divides `whole`."""
+    if whole % value:
+        raise ValueError(f"{name} ({value}) must divide {whole_name} ({whole})")
 
 
 def chip() -> Any | None:
@@ -131,27 +154,31 @@ def prefill_config(
         rows, steps = config.tile_tokens * heads.queries, config.heads_per_step
         state = steps * rows * (2 * LANES + heads.width) * 4 + rows * config.chunk_tokens * 12
         buffers = 4 * steps * config.chunk_tokens * heads.width * kv.dtype.itemsize
-        return state + buffers + 4 * steps * rows * heads.width * jnp.dtype(q_dtype).itemsize
+        # Queries, outputs and log-sum-exp, each twice.
+        item_bytes = 4 * heads.width * jnp.dtype(q_dtype).itemsize + 8 * LANES
+        return state + buffers + steps * rows * item_bytes
 
     found = lookup("paged_prefill", key(heads, kv, q_dtype), PrefillConfig)
     if (
         found is None
         or found.chunk_tokens % unit
         or found.tile_tokens % (2 * SUBLANES)
-        or found.tile_tokens & (found.tile_tokens - 1)
         or heads.pool_heads % found.heads_per_step
         or needed(found) > vmem * 3 // 4
     ):
         tile = 2 * SUBLANES
         while 2 * tile * heads.queries <= 512:
             tile *= 2
+        chunk = max(unit, min(512, max_tokens) // unit * unit)
         pair_bytes = 2 * kv.shape[3] * heads.width * kv.dtype.itemsize
-        found = PrefillConfig(
-            tile_tokens=tile,
-            chunk_tokens=max(unit, min(512, max_tokens) // unit * unit),
-            # Small copies are issued too slowly head by head.
-            heads_per_step=1 if pair_bytes >= 32 << 10 else heads.pool_heads,
-        )
+        # Small copies are issued too slowly head by head: as many heads as fit, then.
+        most = 1 if pair_bytes >= 32 << 10 else heads.pool_heads
+        choices = [
+            PrefillConfig(tile_tokens=tile, chunk_tokens=chunk, heads_per_step=n)
+            for n in range(most, 0, -1)
+            if heads.pool_heads % n == 0
+        ]
+        found = next((c for c in choices if needed(c) <= vmem * 2 // 3), choices[-1])
     tile = found.tile_tokens
     while tile > 2 * SUBLANES and tile >= 2 * num_tokens:
         tile //= 2
@@ -186,11 +213,9 @@ def lookup(kernel: str, key: str, config: type[T]) -> T | None:
         return None
     entry = _table(device_name(info)).get(kernel, {}).get(key)
     try:
-        found = None if entry is None else config(**entry)
-    except TypeError:  # written by another version
+        return None if entry is None else config(**entry)
+    except (TypeError, ValueError):  # written by another version, or by hand
         return None
-    is_legal = all(type(size) is int and size > 0 for size in (entry or {}).values())
-    return found if is_legal else None
 
 
 def device_name(info: Any) -> str:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
-from pallas_kernels.tpu.config import DecodeConfig, decode_config
+from pallas_kernels.tpu.config import DecodeConfig, check_divides, decode_config
 from pallas_kernels.tpu.decode_kernel import Shape, decode_kernel
 from pallas_kernels.tpu.fetch import Fetch
 from pallas_kernels.tpu.hbm import HBM, in_hbm
@@ -92,6 +92,8 @@ def paged_decode(
             num_rows=num_seqs,
             max_tokens=block_tables.shape[1] * kv.shape[3],
         )
+    check_divides("heads_per_tile", config.heads_per_tile, "pool heads", heads.pool_heads)
+    check_divides("block_size", kv.shape[3], "block_tokens", config.block_tokens)
     table = table_of(block_tables)
     shape = Shape(
         heads=heads,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
-from pallas_kernels.tpu.config import PrefillConfig, prefill_config
+from pallas_kernels.tpu.config import PrefillConfig, check_divides, prefill_config
 from pallas_kernels.tpu.fetch import Fetch
 from pallas_kernels.tpu.hbm import HBM, in_hbm
 from pallas_kernels.tpu.heads import (
@@ -93,6 +93,8 @@ def paged_prefill(
     if config is None:
         config = prefill_config(heads, kv, q.dtype, num_tokens=total, max_tokens=max_tokens)
     tile, steps = config.tile_tokens, config.heads_per_step
+    check_divides("heads_per_step", steps, "pool heads", heads.pool_heads)
+    check_divides("block_size", block_size, "chunk_tokens", config.chunk_tokens)
     shape = Shape(
         heads=heads,
         options=Options(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap),
@@ -126,10 +128,13 @@ def paged_prefill(
         sink_lanes = per_head(base2_sinks(sinks), heads)[..., None]
         sink_lanes = jnp.broadcast_to(sink_lanes, (*sink_lanes.shape[:2], LANES))
     lens = jnp.clip(context_lens, 0, max_tokens)
+    # Kernels do not store float16.
+    out_dtype = jnp.float32 if q.dtype == jnp.float16 else q.dtype
     out, lse = _call(
         shape, config, work, lens, query_starts, layer, queries, kv, scales, sink_lanes,
-        q.dtype, return_lse, interpret,
+        out_dtype, return_lse, interpret,
     )  # fmt: skip
+    out = out.astype(q.dtype)
     token = jnp.arange(total)
     is_computed = (token >= query_starts[first_row]) & (token < query_starts[num_rows])
     out = from_pool_heads(out.transpose(2, 0, 1, 3)[:total], heads)

@@ -14,7 +14,10 @@ class Refs:
         self._refs = dict(zip(names, refs, strict=True))
 
     def __getattr__(self, name: str) -> Any:
-        return self._refs[name]
+        try:
+            return self._refs[name]
+        except KeyError:
+            raise AttributeError(f"no reference {name!r}") from None
 
     def __getitem__(self, name: str) -> Any:
         return self._refs[name]

@@ -87,4 +87,9 @@ def _fetch(refs: Any, row: Any, slot: Any) -> Any:
 def table_of(block_tables: jax.Array) -> Table:
     """Chooses the place by size."""
     rows, width = block_tables.shape
+    if 8 * width > SMEM_TABLE_BYTES:
+        raise NotImplementedError(
+            f"block tables of {width} blocks per row; scalar memory holds two rows of "
+            f"{SMEM_TABLE_BYTES // 8}"
+        )
     return Table(array=block_tables, is_in_smem=4 * rows * width <= SMEM_TABLE_BYTES)

@@ -32,6 +32,9 @@ from pallas_kernels.tpu.refs import divide
 
 MAX_BUFFERS = 8
 
+LIST_BYTES = 960 * 1024
+"""Scalar memory for items: all of it but what the compiler wants."""
+
 RING_BYTES = 8 << 20
 """Half of the VMEM that a kernel gets unless it asks for more."""
 
@@ -103,8 +106,8 @@ def write_rows(
         the fewest bytes for single tokens. Long runs take fewer items with a larger one.
       num_buffers: Items in flight, at most 8; by default as many as fit in 8 MiB.
       interpret: False, or what `pallas_call` takes.
-    Raises: ValueError for shapes, dtypes or options that do not fit together or not onto tiles;
-      NotImplementedError for a float16 pool.
+    Raises: ValueError for shapes, dtypes or options that do not fit together; NotImplementedError
+      for a pool or a number of tokens that the kernel cannot serve.
     """
     tile = SUBLANES if tile is None else tile
     _check_rows(kv, rows, slots, tile)
@@ -143,8 +146,8 @@ def write_scales(
       scales: f32[L, N+1, 2K, P], P a multiple of 128; updated in place where it is donated.
       new: f32[T, 2K].
       layer, slots, num_tokens, num_buffers, interpret: As for `write_rows`.
-    Raises: ValueError for shapes or dtypes that do not fit together or not onto tiles;
-      NotImplementedError for a 2K that XLA would relay the whole pool out for.
+    Raises: ValueError for shapes or dtypes that do not fit together; NotImplementedError for scales
+      or a number of tokens that the kernel cannot serve.
     """
     _check_scales(scales, new, slots)
     count = slots.shape[0]
@@ -277,6 +280,11 @@ def _write_kernel(
 
 
 def _launch(body, pool, layer, new, items, tile, window, num_buffers, interpret):
+    if 4 * len(items) * items.slots.size > LIST_BYTES:
+        raise NotImplementedError(
+            f"{items.slots.size} tokens in one write; scalar memory holds lists of "
+            f"{LIST_BYTES // (4 * len(items))}"
+        )
     _, _, rows, _, *width = pool.shape
     buffer_bytes = math.prod((rows, tile, *width)) * pool.dtype.itemsize
     buffer_bytes += math.prod(window) * new.dtype.itemsize

@@ -13,8 +13,9 @@ from paged_jax import core, ops
 from pallas_kernels.compat import tpu_interpret_params
 from pallas_kernels.reference import attention_reference
 from pallas_kernels.tpu import tables
-from pallas_kernels.tpu.config import DecodeConfig, PrefillConfig
+from pallas_kernels.tpu.config import DecodeConfig, PrefillConfig, prefill_config
 from pallas_kernels.tpu.decode import paged_decode
+from pallas_kernels.tpu.heads import heads_of
 from pallas_kernels.tpu.prefill import paged_prefill
 from tests.kernels.cases import (
     BASE,
@@ -233,3 +234,50 @@ def oracle(q: np.ndarray, inputs: Inputs) -> np.ndarray:
             SM_SCALE,
         )[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tile_tokens": 24}, r"tile_tokens \(24\) must be a power of two"),
+        ({"heads_per_step": 0}, r"heads_per_step \(0\) must be an integer of at least 1"),
+        ({"heads_per_step": 2}, r"heads_per_step \(2\) must divide pool heads \(3\)"),
+        ({"chunk_tokens": 24}, r"block_size \(16\) must divide chunk_tokens \(24\)"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(fields, message):
+    kv, i32 = jnp.zeros((1, 3, 6, 16, 128)), jnp.int32
+    good = {"tile_tokens": 16, "chunk_tokens": 16, "heads_per_step": 1}
+    arrays = jnp.zeros((1, 2), i32), jnp.zeros(1, i32), jnp.zeros(2, i32)
+    with pytest.raises(ValueError, match=message):
+        paged_prefill(
+            jnp.zeros((4, 3, 128)),
+            kv,
+            0,
+            *arrays,
+            sm_scale=1.0,
+            num_kv_heads=3,
+            config=PrefillConfig(**good | fields),
+        )
+
+
+def test_rows_of_more_blocks_than_scalar_memory_holds_are_refused():
+    table = jax.ShapeDtypeStruct((2, 100_000), jnp.int32)
+    with pytest.raises(NotImplementedError, match="100000 blocks per row"):
+        jax.eval_shape(lambda table: tables.table_of(table).array, table)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "most"), [(32, 128, 16), (16, 256, 8), (64, 128, 16), (8, 128, 8)]
+)
+def test_as_many_heads_per_step_as_vector_memory_holds(num_heads, head_dim, most):
+    """Of small blocks all heads are copied at once, unless their tiles are too large."""
+
+    def config(kv):
+        heads = heads_of((num_heads, head_dim), kv, num_heads)
+        found.append(prefill_config(heads, kv, jnp.bfloat16, num_tokens=2048, max_tokens=4096))
+
+    found = []
+    jax.eval_shape(config, jax.ShapeDtypeStruct((1, 2, 2 * num_heads, 16, head_dim), jnp.bfloat16))
+    assert 1 < found[0].heads_per_step <= most
+    assert num_heads % found[0].heads_per_step == 0

@@ -152,9 +152,9 @@ def test_what_tiles_cannot_hold_is_refused():
 
     with pytest.raises(NotImplementedError, match="float16"):
         rows_of((1, 2, 2, 8, 128), jnp.float16)
-    with pytest.raises(ValueError, match=r"width C .* \(64\) must be a multiple of 128"):
+    with pytest.raises(NotImplementedError, match=r"64 lanes; .* multiple of 128"):
         rows_of((1, 2, 2, 8, 64))
-    with pytest.raises(ValueError, match=r"block_size \(4\) must be a multiple of 8"):
+    with pytest.raises(NotImplementedError, match=r"block_size 4; .* multiple of 8"):
         rows_of((1, 2, 2, 4, 128))
     with pytest.raises(ValueError, match=r"tile \(16\) must be a multiple of 8 that divides"):
         rows_of((1, 2, 2, 8, 128), tile=16)
@@ -162,9 +162,15 @@ def test_what_tiles_cannot_hold_is_refused():
         rows_of((1, 2, 2, 8, 128), rows_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"num_buffers \(9\)"):
         rows_of((1, 2, 2, 8, 128), num_buffers=9)
-    with pytest.raises(ValueError, match=r"block_size \(64\) .* multiple of 128"):
+    with pytest.raises(NotImplementedError, match=r"block_size 64 .* multiple of 128"):
         scales_of((1, 2, 2, 64))
-    with pytest.raises(NotImplementedError, match="2K = 6"):
+    many = jax.ShapeDtypeStruct((100_000,), jnp.int32)
+    kv, rows = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 2, 2, 8, 128), (100_000, 2, 128))
+    )
+    with pytest.raises(NotImplementedError, match="100000 tokens in one write"):
+        jax.eval_shape(lambda kv, rows, slots: write_rows(kv, 0, rows, slots), kv, rows, many)
+    with pytest.raises(NotImplementedError, match="6 scales per token"):
         scales_of((1, 2, 6, 128))
 
 

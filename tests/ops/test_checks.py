@@ -161,3 +161,31 @@ def write_one(cache, heads):
 @attend
 def test_no_queries_give_no_outputs(op, cache):
     assert op(cache, jnp.zeros((0, 4, D))).shape == (0, 4, D)
+
+
+def test_numbers_may_be_scalars_of_numpy_and_jax_but_not_traced(cache, no_import_hook):
+    q, tables, lens = jnp.zeros((1, 4, D)), jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
+
+    def decode(scale, **options):
+        return ops.paged_decode(q, cache, 0, tables, lens, sm_scale=scale, **options)
+
+    want = decode(0.5, soft_cap=3.0)
+    assert jnp.array_equal(decode(jnp.float32(0.5), soft_cap=np.float32(3)), want)
+    assert jnp.array_equal(decode(0.5, soft_cap=3e38), decode(0.5))
+    with pytest.raises(TypeError, match="sm_scale must be known when the program is traced"):
+        jax.jit(decode)(0.5)
+
+
+def test_layers_are_whole_numbers_in_range(cache, no_import_hook):
+    tokens = jnp.zeros((T, K, D))
+    for layer, error in ((np.int64(99), ValueError), (1.5, TypeError)):
+        with pytest.raises(error):
+            ops.write_kv(cache, layer, tokens, tokens, jnp.arange(T))
+
+
+def test_keys_and_values_are_floating_point(cache, no_import_hook):
+    tokens = jnp.zeros((T, K, D), jnp.int32)
+    with pytest.raises(
+        ValueError, match="keys \\(int32\\) and values \\(int32\\) must be floating"
+    ):
+        ops.write_kv(cache, 0, tokens, tokens, jnp.arange(T))
