@@ -18,6 +18,9 @@ from pallas_kernels.tpu.heads import LANES
 SMEM_TABLE_BYTES = 512 * 1024
 """Tables above this stay in HBM: half of scalar memory, the rest is for lists and lengths."""
 
+ROWS_BYTES = 512 * 1024
+"""Two rows of a table in HBM."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -87,9 +90,9 @@ def _fetch(refs: Any, row: Any, slot: Any) -> Any:
 def table_of(block_tables: jax.Array) -> Table:
     """Chooses the place by size."""
     rows, width = block_tables.shape
-    if 8 * width > SMEM_TABLE_BYTES:
+    if 8 * width > ROWS_BYTES:
         raise NotImplementedError(
             f"block tables of {width} blocks per row; scalar memory holds two rows of "
-            f"{SMEM_TABLE_BYTES // 8}"
+            f"{ROWS_BYTES // 8}"
         )
     return Table(array=block_tables, is_in_smem=4 * rows * width <= SMEM_TABLE_BYTES)

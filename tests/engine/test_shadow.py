@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import core
+from paged_jax import core, ops
 from paged_jax.config import EngineConfig
 from paged_jax.core import AuditError, CacheSpec
 from paged_jax.engine import Engine
@@ -76,7 +76,7 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch):
 def test_a_copy_that_the_step_skips_is_found(monkeypatch):
     # A step of its own, traced without copies: steps are shared by engines of equal models.
     monkeypatch.setattr("paged_jax.engine.runner.make_step", step_module._build_step)
-    monkeypatch.setattr(core, "copy_blocks", lambda cache, src, dst: cache)
+    monkeypatch.setattr(ops, "copy_kv", lambda cache, src, dst: cache)
     assert_found(
         forked(monkeypatch),
         "row 1 reads position 4 from block 4, offset 0, and finds a slot that nobody has written "
