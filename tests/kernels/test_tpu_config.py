@@ -364,9 +364,8 @@ def test_tune_says_what_it_would_do(tune, monkeypatch, capsys):
     assert "tile_tokens=64 chunk_tokens=1024 heads_per_step=1" in text
 
 
-@pytest.mark.parametrize(
-    "kernel", ["decode", pytest.param("prefill", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
 def test_tune_measures_and_adds_an_entry_that_is_used(tune, tuned, kernel, tmp_path, capsys):
     path = tmp_path / "tuned" / "v6e.json"
     others = {"paged_copy": {"some": {"z": 1, "a": 2}}, f"paged_{kernel}": {"other": {"x": 3}}}
