@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import core, ops
+from paged_jax import ops
 from paged_jax.config import EngineConfig
 from paged_jax.core import AuditError, CacheSpec
 from paged_jax.engine import Engine
