@@ -198,9 +198,11 @@ def check_kv_dtype(dtype: Any) -> jnp.dtype:
 
 def check_layer(cache: KVCache, layer: jax.Array | int) -> None:
     """ValueError for a layer out of range, where its value is known; TypeError for a fraction."""
-    if isinstance(layer, jax.core.Tracer):
+    try:
+        index = operator.index(layer)
+    except jax.errors.TracerIntegerConversionError:
         return
-    if not 0 <= operator.index(layer) < cache.num_layers:
+    if not 0 <= index < cache.num_layers:
         raise ValueError(f"layer ({layer}) must be in 0..{cache.num_layers - 1}")
 
 

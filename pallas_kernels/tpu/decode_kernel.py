@@ -1,5 +1,7 @@
 """The body of `paged_decode`; see there for the picture."""
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,10 +185,9 @@ def _attend(
     # Phases, so that the products of one head overlap the softmax of no other: measured.
     logits = []
     for tile in range(shape.num_tiles):
-        s = None
-        for head in range(tile * hp, (tile + 1) * hp):
-            part = product(refs.queries[head], load(2 * head), transposed=True)
-            s = part if s is None else s + part
+        heads = range(tile * hp, (tile + 1) * hp)
+        parts = [product(refs.queries[h], load(2 * h), transposed=True) for h in heads]
+        s = functools.reduce(operator.add, parts)
         if "scales" in refs:
             s = s * scale_rows(tile, 0)
         s = shape.options.cap(s * jnp.float32(shape.options.factor))

@@ -39,7 +39,7 @@ class Heads:
 
 
 def heads_of(
-    queries: tuple[int, int], kv: jax.Array, num_kv_heads: int, scales: jax.Array | None = None
+    queries: tuple[int, ...], kv: jax.Array, num_kv_heads: int, scales: jax.Array | None = None
 ) -> Heads:
     """Checks that H query heads of D fit a pool [L, N+1, R, P, C] with K heads.
 
