@@ -278,12 +278,12 @@ def write(
 def to_pool(
     cache: KVCache, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What a pool stores of new tokens: rows [T, R, C], and f32[T, 2K] scales of an 8-bit pool."""
+    """What a pool stores of heads [..., K, D]: rows [..., R, C], f32[..., 2K] scales if 8-bit."""
     if not cache.is_quantized:
         return to_pool_rows(cache, keys, values), None
     keys, key_scales = quantize(keys, cache.kv.dtype)
     values, value_scales = quantize(values, cache.kv.dtype)
-    scales = jnp.stack([key_scales, value_scales], axis=-1).reshape(keys.shape[0], -1)
+    scales = jnp.stack([key_scales, value_scales], axis=-1).reshape(*keys.shape[:-2], -1)
     return to_pool_rows(cache, keys, values), scales
 
 

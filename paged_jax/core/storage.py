@@ -16,7 +16,7 @@ from paged_jax.core.kv import (
     PagedCache,
     create_kv_cache,
     from_pool_rows,
-    quantize,
+    to_pool,
     to_pool_rows,
 )
 from paged_jax.core.state import BlockState, as_i32
@@ -187,12 +187,11 @@ def _convert(image: KVCache, like: KVCache) -> KVCache:
             pairs = jnp.moveaxis(scales, 2, 3).reshape(*keys.shape[:-1], 2)
             keys = keys.astype(jnp.float32) * pairs[..., 0, None]
             values = values.astype(jnp.float32) * pairs[..., 1, None]
-        if like.is_quantized:
-            keys, key_scales = quantize(keys, like.kv.dtype)
-            values, value_scales = quantize(values, like.kv.dtype)
-            pairs = jnp.stack([key_scales, value_scales], axis=-1)  # [L, B, P, K, 2]
-            scales = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1), 3, 2)
-    kv = jnp.moveaxis(to_pool_rows(like, keys, values), 3, 2)
+        rows, factors = to_pool(like, keys, values)
+        scales = scales if factors is None else jnp.moveaxis(factors, 3, 2)
+    else:  # 8-bit numbers keep their scales
+        rows = to_pool_rows(like, keys, values)
+    kv = jnp.moveaxis(rows, 3, 2)
     scales = _pad_scales(scales, like)
     return dataclasses.replace(image, kv=kv, scales=scales, layout=like.layout)
 
