@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.options import MASKED, Options
 from pallas_kernels.tpu.fetch import Fetch, Interval
-from pallas_kernels.tpu.heads import (
-    Heads,
-)
+from pallas_kernels.tpu.heads import Heads
 from pallas_kernels.tpu.refs import Refs, divide, divide_up
 from pallas_kernels.tpu.softmax import (
-    LOG2E,
-    MASKED,
-    Options,
-    lane_sums,
+    begin,
+    factor_rows,
+    finish,
+    fold,
     pick_rows,
     product,
     widen,
@@ -122,18 +121,15 @@ def _copy_queries(refs: Refs, row: jax.Array, slot: Any) -> Any:
 
 def _start_row(refs: Refs, shape: Shape, slot: jax.Array) -> None:
     """Spreads the queries of a row over tiles and forgets the row before."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, refs.maxima.shape[1:], 1)
     for tile in range(shape.num_tiles):
         q = refs.q_buf[slot, tile]
         for t in range(shape.heads_per_tile):
             own = pick_rows({t: q}, shape.heads.queries, q.shape)
             head = tile * shape.heads_per_tile + t
             refs.queries[head] = own.astype(shape.compute)
-        has_sinks = "sinks" in refs
-        refs.maxima[tile] = refs.sinks[tile] if has_sinks else jnp.full(lane.shape, MASKED)
-        # A sink is a key of weight 1 relative to the maximum, counted in one lane.
-        refs.sums[tile] = jnp.where(lane == 0, float(has_sinks), 0.0)
-        refs.sum_v[tile] = jnp.zeros(refs.sum_v.shape[1:], jnp.float32)
+        begin(refs, tile)
+        if "sinks" in refs:
+            refs.maxima[tile] = refs.sinks[tile]
 
 
 def _attend_edge(refs: Refs, shape: Shape, slot: jax.Array, seen: Interval) -> None:
@@ -141,14 +137,14 @@ def _attend_edge(refs: Refs, shape: Shape, slot: jax.Array, seen: Interval) -> N
     blocks = shape.part_blocks
     tokens = blocks * shape.fetch.block_size
 
-    def fold(part: Any, _: None) -> None:
+    def attend(part: Any, _: None) -> None:
         low = seen.low if isinstance(seen.low, int) else seen.low - part * tokens
         inside = Interval(low=low, high=seen.high - part * tokens, size=tokens)
         _attend(refs, shape, slot, part * blocks, blocks, inside)
 
     first = divide(jnp.maximum(seen.low, 0), tokens)
     end = divide_up(jnp.minimum(seen.high, seen.size), tokens)
-    jax.lax.fori_loop(first, end, fold, None)
+    jax.lax.fori_loop(first, end, attend, None)
 
 
 def _attend(
@@ -170,17 +166,14 @@ def _attend(
         key = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
         return jnp.where(seen.has(key), x, jnp.asarray(instead, x.dtype))
 
-    def scale_rows(tile, which):
+    def scale(tile, which):
         """[rows, tokens]: the factor of each row's head."""
         per_tile = hp * shape.heads.per_row
-        first = tile * per_tile
-        found = {}
-        for t in range(per_tile):
-            head = min(first + t, shape.heads.num_kv_heads - 1)
-            row = slice(2 * head + which, 2 * head + which + 1)
-            parts = [refs.scale_buf[slot, first_block + i, row] for i in range(num_blocks)]
-            found[t] = jnp.broadcast_to(jnp.concatenate(parts, axis=1), (rows, tokens))
-        return pick_rows(found, shape.heads.group, (rows, tokens))
+        last = shape.heads.num_kv_heads - 1
+        heads = [min(tile * per_tile + i, last) for i in range(per_tile)]
+        pool_rows = [2 * head + which for head in heads]
+        blocks = [first_block + i for i in range(num_blocks)]
+        return factor_rows(refs.scale_buf, slot, blocks, pool_rows, shape.heads.group, rows)
 
     # Phases, so that the products of one head overlap the softmax of no other: measured.
     logits = []
@@ -189,20 +182,15 @@ def _attend(
         parts = [product(refs.queries[h], load(2 * h), transposed=True) for h in heads]
         s = functools.reduce(operator.add, parts)
         if "scales" in refs:
-            s = s * scale_rows(tile, 0)
+            s = s * scale(tile, 0)
         s = shape.options.cap(s * jnp.float32(shape.options.factor))
         logits.append(hide(s, 1, MASKED))
     weights, decays = [], []
     for tile, s in enumerate(logits):
-        old = refs.maxima[tile]
-        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        decay = jnp.exp2(old - new)
-        p = jnp.exp2(s - widen(new, tokens))
-        refs.maxima[tile] = new
-        refs.sums[tile] = refs.sums[tile] * decay + lane_sums(p)
+        p, decay = fold(refs, tile, s)
         if "scales" in refs:
             # The scale of a dead slot may be NaN too.
-            p = hide(p * scale_rows(tile, 1), 1, 0.0)
+            p = hide(p * scale(tile, 1), 1, 0.0)
         weights.append(p.astype(shape.compute))
         decays.append(decay)
     for tile, p in enumerate(weights):
@@ -233,11 +221,9 @@ def _finish_row(refs: Refs, shape: Shape, row: jax.Array) -> None:
             copy.wait()
 
     for tile in range(shape.num_tiles):
-        total = jnp.sum(refs.sums[tile], axis=1, keepdims=True)
-        total = jnp.where(total > 0.0, total, 1.0)
-        refs.out_buf[slot, tile] = refs.sum_v[tile] / total
+        refs.out_buf[slot, tile], lse = finish(refs, tile)
         if "lse" in refs:
-            refs.lse_buf[slot, tile] = (refs.maxima[tile] + jnp.log2(total)) * (1 / LOG2E)
+            refs.lse_buf[slot, tile] = lse
     for copy in _store_copies(refs, slot, row):
         copy.start()
     refs.num_finished[0] = count + 1

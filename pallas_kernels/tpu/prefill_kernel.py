@@ -7,21 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.options import MASKED, Options
 from pallas_kernels.tpu.fetch import Fetch, Interval
-from pallas_kernels.tpu.heads import (
-    LANES,
-    Heads,
-)
+from pallas_kernels.tpu.heads import LANES, Heads
 from pallas_kernels.tpu.refs import Refs, divide, divide_up
-from pallas_kernels.tpu.softmax import (
-    LOG2E,
-    MASKED,
-    Options,
-    lane_sums,
-    pick_rows,
-    product,
-    widen,
-)
+from pallas_kernels.tpu.softmax import begin, factor_rows, finish, fold, product, widen
 from pallas_kernels.tpu.work import block_of, row_of
 
 
@@ -177,17 +167,12 @@ def _each_head(shape: Shape, act: Any) -> None:
 
 def _start_item(refs: Refs, shape: Shape) -> None:
     def start(t: Any) -> None:
-        lane = jax.lax.broadcasted_iota(jnp.int32, (shape.rows, LANES), 1)
+        begin(refs, t)
         if "sinks" in refs:
             for query in range(shape.heads.queries):
                 part = slice(query * shape.tile, (query + 1) * shape.tile)
                 sink = refs.sinks[t, query : query + 1]
                 refs.maxima[t, part] = jnp.broadcast_to(sink, (shape.tile, LANES))
-        else:
-            refs.maxima[t] = jnp.full(lane.shape, MASKED, jnp.float32)
-        # A sink is a key of weight 1 relative to the maximum, counted in one lane.
-        refs.sums[t] = jnp.where(lane == 0, float("sinks" in refs), 0.0)
-        refs.sum_v[t] = jnp.zeros(refs.sum_v.shape[1:], jnp.float32)
 
     _each_head(shape, start)
 
@@ -205,32 +190,26 @@ def _attend(refs: Refs, shape: Shape, slot: Any, t: Any, head: Any, edge: _Edge 
     def load(pool_row: Any) -> jax.Array:
         return refs.kv_buf[slot, :, pool_row].reshape(tokens, width).astype(shape.compute)
 
-    def scale_rows(which: int) -> jax.Array:
+    def scale(which: int) -> jax.Array:
         """[rows, tokens]: the factor of each row's KV head."""
-        found = {}
-        for i in range(shape.heads.per_row):
-            kv_head = jnp.minimum(head * shape.heads.per_row + i, shape.heads.num_kv_heads - 1)
-            row = pl.ds(2 * kv_head + which, 1)
-            parts = [refs.scale_buf[slot, b, row] for b in range(shape.fetch.num_blocks)]
-            found[i] = jnp.broadcast_to(jnp.concatenate(parts, axis=1), (rows, tokens))
-        return pick_rows(found, shape.heads.group * shape.tile, (rows, tokens))
+        first, last = head * shape.heads.per_row, shape.heads.num_kv_heads - 1
+        heads = [jnp.minimum(first + i, last) for i in range(shape.heads.per_row)]
+        pool_rows = [2 * kv_head + which for kv_head in heads]
+        blocks = range(shape.fetch.num_blocks)
+        group = shape.heads.group * shape.tile
+        return factor_rows(refs.scale_buf, slot, blocks, pool_rows, group, rows)
 
     s = product(refs.q[t].reshape(rows, width), load(2 * t), transposed=True)
     if "scales" in refs:
-        s = s * scale_rows(0)
+        s = s * scale(0)
     s = shape.options.cap(s)
     seen = None
     if edge is not None:
         seen = _seen(shape, edge, s.shape)
         s = jnp.where(seen, s, MASKED)
-    old = refs.maxima[t]
-    new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-    decay = jnp.exp2(old - new)
-    p = jnp.exp2(s - widen(new, tokens))
-    refs.maxima[t] = new
-    refs.sums[t] = refs.sums[t] * decay + lane_sums(p)
+    p, decay = fold(refs, t, s)
     if "scales" in refs:
-        p = p * scale_rows(1)
+        p = p * scale(1)
         # The scale of a dead slot may be NaN too.
         p = p if seen is None else jnp.where(seen, p, 0.0)
     values = load(2 * t + 1)
@@ -263,11 +242,10 @@ def _finish_item(refs: Refs, shape: Shape, item: _Item) -> None:
         x = x.reshape(ref.shape[1:]).astype(ref.dtype)
         ref[t] = jnp.where(jnp.broadcast_to(own, x.shape), x, ref[t])
 
-    def finish(t: Any) -> None:
-        total = jnp.sum(refs.sums[t], axis=1, keepdims=True)
-        total = jnp.where(total > 0.0, total, 1.0)
-        merge(refs.out, t, refs.sum_v[t] / total)
+    def merge_head(t: Any) -> None:
+        out, lse = finish(refs, t)
+        merge(refs.out, t, out)
         if "lse" in refs:
-            merge(refs.lse, t, (refs.maxima[t] + jnp.log2(total)) * (1 / LOG2E))
+            merge(refs.lse, t, lse)
 
-    _each_head(shape, finish)
+    _each_head(shape, merge_head)

@@ -1,43 +1,63 @@
 """Arithmetic of one tile of logits, shared by decode and prefill; base-2 exponents throughout."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from pallas_kernels.options import LOG2E, MASKED
 from pallas_kernels.tpu.heads import LANES
-
-LOG2E = math.log2(math.e)
-
-MASKED = -1e30
-"""Finite, so that a difference of two masked maxima is 0 and not NaN."""
+from pallas_kernels.tpu.refs import Refs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is computed; see `paged_decode`."""
+def begin(refs: Refs, at: Any) -> None:
+    """Empties the accumulators of a tile; with sinks, the caller sets the maxima to them."""
+    rows = refs.maxima.shape[1]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    refs.maxima[at] = jnp.full((rows, LANES), MASKED, jnp.float32)
+    # A sink is a key of weight 1 relative to the maximum, counted in one lane.
+    refs.sums[at] = jnp.where(lane == 0, float("sinks" in refs), 0.0)
+    refs.sum_v[at] = jnp.zeros(refs.sum_v.shape[1:], jnp.float32)
 
-    sm_scale: float
-    sliding_window: int | None = None
-    soft_cap: float | None = None
 
-    @property
-    def factor(self) -> float:
-        """Factor on products of queries and keys before `cap`."""
-        return self.sm_scale * LOG2E if self.soft_cap is None else self.sm_scale / self.soft_cap
+def fold(refs: Refs, at: Any, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Folds logits into the maxima and sums of a tile: their weights, and the factor on `sum_v`."""
+    old = refs.maxima[at]
+    new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+    decay = jnp.exp2(old - new)
+    weights = jnp.exp2(logits - widen(new, logits.shape[1]))
+    refs.maxima[at] = new
+    refs.sums[at] = refs.sums[at] * decay + lane_sums(weights)
+    return weights, decay
 
-    def cap(self, scaled: jax.Array) -> jax.Array:
-        """Scaled products as logits in base 2."""
-        if self.soft_cap is None:
-            return scaled
-        return jnp.tanh(scaled) * jnp.float32(self.soft_cap * LOG2E)
 
-    def first_seen(self, position: jax.Array) -> jax.Array | int:
-        """The first key that a query at this position sees."""
-        if self.sliding_window is None:
-            return 0
-        return jnp.maximum(position + 1 - self.sliding_window, 0)
+def finish(refs: Refs, at: Any) -> tuple[jax.Array, jax.Array]:
+    """The outputs of a tile, zero where it saw nothing, and the log-sum-exp in 128 lanes."""
+    total = jnp.sum(refs.sums[at], axis=1, keepdims=True)
+    total = jnp.where(total > 0.0, total, 1.0)
+    return refs.sum_v[at] / total, (refs.maxima[at] + jnp.log2(total)) * (1 / LOG2E)
+
+
+def factor_rows(
+    buf: Any, slot: Any, blocks: Sequence[Any], pool_rows: Sequence[Any], group: int, rows: int
+) -> jax.Array:
+    """Scales of 8-bit keys or values as [rows, keys]: `pool_rows[i]` serves `group` rows each.
+
+    Args:
+      buf: f32[slots, blocks, pool rows, P].
+      slot: Buffer to read.
+      blocks: Indices of the blocks in the buffer.
+      pool_rows: Row of the scales of each KV head of the tile.
+      group: Rows of the tile per KV head.
+      rows: Rows of the tile.
+    """
+    found = {}
+    for i, pool_row in enumerate(pool_rows):
+        line = jnp.concatenate([buf[slot, b, pl.ds(pool_row, 1)] for b in blocks], axis=1)
+        found[i] = jnp.broadcast_to(line, (rows, line.shape[1]))
+    return pick_rows(found, group, found[0].shape)
 
 
 def widen(x: jax.Array, width: int) -> jax.Array:
@@ -89,9 +109,3 @@ def pick_rows(found: dict[int, jax.Array], height: int, shape: tuple[int, ...]) 
         result = array if result is None else jnp.where(row < i * height, result, array)
     assert result is not None
     return result
-
-
-def base2_sinks(sinks: jax.Array) -> jax.Array:
-    """Logits of sinks in base 2, finite: an infinite one less itself would be NaN."""
-    sinks = jnp.maximum(jnp.asarray(sinks, jnp.float32) * LOG2E, MASKED)
-    return jnp.minimum(sinks, jnp.finfo(jnp.float32).max)
