@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.options import Options, base2_sinks
+from pallas_kernels.refs import Refs
 from pallas_kernels.tpu.config import DecodeConfig, check_divides, decode_config
 from pallas_kernels.tpu.decode_kernel import Shape, decode_kernel
 from pallas_kernels.tpu.fetch import Fetch
@@ -30,7 +31,6 @@ from pallas_kernels.tpu.heads import (
     per_head,
     to_pool_heads,
 )
-from pallas_kernels.tpu.refs import Refs
 from pallas_kernels.tpu.tables import table_of
 from pallas_kernels.tpu.work import decode_work
 

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.options import MASKED, Options
+from pallas_kernels.refs import Refs
 from pallas_kernels.tpu.fetch import Fetch, Interval
 from pallas_kernels.tpu.heads import Heads
-from pallas_kernels.tpu.refs import Refs, divide, divide_up
+from pallas_kernels.tpu.scalars import divide, divide_up
 from pallas_kernels.tpu.softmax import (
     begin,
     factor_rows,

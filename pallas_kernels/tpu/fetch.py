@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.refs import Refs, divide, divide_up
+from pallas_kernels.refs import Refs
+from pallas_kernels.tpu.scalars import divide, divide_up
 from pallas_kernels.tpu.tables import Table
 
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.options import Options, base2_sinks
+from pallas_kernels.refs import Refs
 from pallas_kernels.tpu.config import PrefillConfig, check_divides, prefill_config
 from pallas_kernels.tpu.fetch import Fetch
 from pallas_kernels.tpu.hbm import HBM, in_hbm
@@ -31,7 +32,6 @@ from pallas_kernels.tpu.heads import (
     to_pool_heads,
 )
 from pallas_kernels.tpu.prefill_kernel import Shape, prefill_kernel
-from pallas_kernels.tpu.refs import Refs
 from pallas_kernels.tpu.tables import table_of
 from pallas_kernels.tpu.work import block_of, prefill_work
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.options import MASKED, Options
+from pallas_kernels.refs import Refs
 from pallas_kernels.tpu.fetch import Fetch, Interval
 from pallas_kernels.tpu.heads import LANES, Heads
-from pallas_kernels.tpu.refs import Refs, divide, divide_up
+from pallas_kernels.tpu.scalars import divide, divide_up
 from pallas_kernels.tpu.softmax import begin, factor_rows, finish, fold, product, widen
 from pallas_kernels.tpu.work import block_of, row_of
 

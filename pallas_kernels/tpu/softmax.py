@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.options import LOG2E, MASKED
+from pallas_kernels.refs import Refs
 from pallas_kernels.tpu.heads import LANES
-from pallas_kernels.tpu.refs import Refs
 
 
 def begin(refs: Refs, at: Any) -> None:

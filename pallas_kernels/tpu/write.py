@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import compat
 from pallas_kernels.tpu.hbm import HBM, in_hbm
 from pallas_kernels.tpu.heads import LANES, SUBLANES, check_pool, check_scales
-from pallas_kernels.tpu.refs import divide
+from pallas_kernels.tpu.scalars import divide
 
 MAX_BUFFERS = 8
 

@@ -1,10 +1,7 @@
-"""What kernels do with references and scalars."""
+"""References of a kernel by name."""
 
 from collections.abc import Iterable
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 
 class Refs:
@@ -24,13 +21,3 @@ class Refs:
 
     def __contains__(self, name: str) -> bool:
         return name in self._refs
-
-
-def divide(a: Any, b: int) -> jax.Array:
-    """a // b of a scalar a >= 0; `//` asks for the sign, whose lowering wants to know the chip."""
-    return jax.lax.div(jnp.asarray(a, jnp.int32), jnp.int32(b))
-
-
-def divide_up(a: Any, b: int) -> jax.Array:
-    """The least integer that is not below a / b, of a scalar a >= 0."""
-    return divide(a + (b - 1), b)
