@@ -51,6 +51,18 @@ class StepOutputs:
     top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
 
 
+def step_options(platform: str) -> dict[str, str]:
+    """Compiler options of the step on a platform; pass them to `Lowered.compile` for another.
+
+    On GPU, loops and branches become part of the CUDA graph: the host then launches one graph a
+    step, and does not wait in the middle of it to learn which way to go.
+    """
+    if platform not in ("gpu", "cuda"):
+        return {}
+    captured = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    return {"xla_gpu_enable_command_buffer": captured}
+
+
 def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
     """The jitted step of one model; engines of equal models share it and its programs."""
     try:
@@ -135,7 +147,8 @@ def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
         )
         return cache.kv, blocks, rows, outputs
 
-    return jax.jit(step, donate_argnums=1)
+    options = step_options(jax.default_backend())
+    return jax.jit(step, donate_argnums=1, compiler_options=options or None)
 
 
 _shared_step = functools.lru_cache(maxsize=16)(_build_step)

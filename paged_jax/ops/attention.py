@@ -75,12 +75,22 @@ def paged_decode(
 
         return tpu.paged_decode(*operands, attention=attention, interpret=interpret)
 
+    def on_gpu(*operands, backend):
+        from paged_jax.ops import gpu
+
+        options = {"attention": attention, "interpret": interpret}
+        return gpu.paged_decode(*operands, backend=backend, **options)
+
     out, lse = run(
         backend,
         cache,
         q.shape[1],
         functools.partial(xla.decode, attention=attention),
-        on_tpu,
+        {
+            "pallas_tpu": on_tpu,
+            "pallas_triton": functools.partial(on_gpu, backend="pallas_triton"),
+            "mosaic_gpu": functools.partial(on_gpu, backend="mosaic_gpu"),
+        },
         q,
         cache,
         jnp.asarray(layer, jnp.int32),
@@ -157,12 +167,22 @@ def paged_prefill(
 
         return tpu.paged_prefill(*operands, attention=attention, interpret=interpret)
 
+    def on_gpu(*operands, backend):
+        from paged_jax.ops import gpu
+
+        options = {"attention": attention, "interpret": interpret}
+        return gpu.paged_prefill(*operands, backend=backend, **options)
+
     out, lse = run(
         backend,
         cache,
         q.shape[1],
         functools.partial(xla.prefill, attention=attention),
-        on_tpu,
+        {
+            "pallas_tpu": on_tpu,
+            "pallas_triton": functools.partial(on_gpu, backend="pallas_triton"),
+            "mosaic_gpu": functools.partial(on_gpu, backend="mosaic_gpu"),
+        },
         q,
         cache,
         jnp.asarray(layer, jnp.int32),

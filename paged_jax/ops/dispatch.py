@@ -5,7 +5,7 @@ exports for TPU gets the TPU kernel. Every candidate is traced then, which is wh
 kernel cannot serve are found out first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -13,8 +13,11 @@ from jax.sharding import AxisType
 
 from paged_jax.core import KVCache
 
-Backend = Literal["xla", "pallas_tpu"]
-BACKENDS: tuple[Backend, ...] = ("xla", "pallas_tpu")
+Backend = Literal["xla", "pallas_tpu", "pallas_triton", "mosaic_gpu"]
+BACKENDS: tuple[Backend, ...] = ("xla", "pallas_tpu", "pallas_triton", "mosaic_gpu")
+
+PLATFORMS: dict[Backend, str] = {"pallas_tpu": "tpu", "pallas_triton": "cuda"}
+"""The backend that None means on a platform, if it serves the shapes; elsewhere it means "xla"."""
 
 T = TypeVar("T")
 
@@ -32,35 +35,41 @@ def run(
     cache: KVCache,
     num_heads: int,
     xla: Callable[..., T],
-    pallas_tpu: Callable[..., T],
+    kernels: Mapping[Backend, Callable[..., T]],
     *operands: Any,
 ) -> T:
-    """Calls one of two functions that compute the same.
+    """Calls one of several functions that compute the same.
 
     Args:
       backend: A name, or None for the platform's kernel where it serves the shapes.
       cache: The pool that the operation reads or writes.
       num_heads: Query heads; those of the cache where there are no queries.
-      xla: Serves everything.
-      pallas_tpu: Raises NotImplementedError for shapes that it cannot serve.
+      xla: Serves everything, and the backends that have no kernel of their own for it.
+      kernels: By backend; raise NotImplementedError for shapes that they cannot serve.
       *operands: Pytrees of arrays that the functions take.
     """
-    if backend == "xla":
-        return xla(*operands)
-    if backend == "pallas_tpu":
-        return pallas_tpu(*operands)
+    if backend is not None:
+        return kernels.get(backend, xla)(*operands)
     # Kernels take the arrays of one device: on an explicit mesh they belong into `shard_map`.
-    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    if is_explicit or not _suits_tpu(cache, num_heads) or not _can_trace(pallas_tpu, operands):
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return xla(*operands)
-    # A batched kernel would be one with another grid: run the kernel for one after another.
-    one_by_one = jax.custom_batching.sequential_vmap(pallas_tpu)
-    return jax.lax.platform_dependent(*operands, tpu=one_by_one, default=xla)
+    branches = {}
+    for name, platform in PLATFORMS.items():
+        kernel = kernels.get(name)
+        if kernel and _suits(name, cache, num_heads) and _can_trace(kernel, operands):
+            # A batched kernel would be one with another grid: run it for one after another.
+            branches[platform] = jax.custom_batching.sequential_vmap(kernel)
+    if not branches:
+        return xla(*operands)
+    return jax.lax.platform_dependent(*operands, default=xla, **branches)
 
 
-def _suits_tpu(cache: KVCache, num_heads: int) -> bool:
-    """Whether TPU kernels serve the pool; nothing of Pallas is imported to find that out."""
-    from pallas_kernels.tpu.heads import heads_of
+def _suits(backend: Backend, cache: KVCache, num_heads: int) -> bool:
+    """Whether a kernel serves the pool; nothing of Pallas is imported to find that out."""
+    if backend == "pallas_tpu":
+        from pallas_kernels.tpu.heads import heads_of
+    else:
+        from pallas_kernels.gpu.heads import heads_of
 
     scales = cache.scales if cache.is_quantized else None
     try:

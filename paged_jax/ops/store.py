@@ -57,7 +57,9 @@ def write_kv(
     bare = dataclasses.replace(cache, tags=None)
     layer = jnp.asarray(layer, jnp.int32)
     heads = cache.num_kv_heads
-    written = run(backend, cache, heads, core.write, on_tpu, bare, layer, keys, values, slots)
+    # On GPU it is XLA's scatter, into which what makes the keys is fused.
+    kernels = {"pallas_tpu": on_tpu}
+    written = run(backend, cache, heads, core.write, kernels, bare, layer, keys, values, slots)
     return dataclasses.replace(written, tags=cache.tags)
 
 
@@ -86,6 +88,13 @@ def copy_kv(
 
         return tpu.copy_kv(*operands, interpret=interpret)
 
+    def on_gpu(*operands):
+        from paged_jax.ops import gpu
+
+        return gpu.copy_kv(*operands, interpret=interpret)
+
     bare = dataclasses.replace(cache, tags=None)
-    copied = run(backend, cache, cache.num_kv_heads, core.copy_blocks, on_tpu, bare, src, dst)
+    kernels = {"pallas_tpu": on_tpu, "pallas_triton": on_gpu, "mosaic_gpu": on_gpu}
+    heads = cache.num_kv_heads
+    copied = run(backend, cache, heads, core.copy_blocks, kernels, bare, src, dst)
     return dataclasses.replace(copied, tags=core.copy_tags(cache.tags, src, dst))

@@ -43,7 +43,7 @@ def paged_decode(
         sinks=sinks,
         num_rows=num_rows,
         interpret=interpret,
-        **_options(cache, attention),
+        **attention.kernel_options(cache),
     )
 
 
@@ -76,19 +76,8 @@ def paged_prefill(
         first_row=first_row,
         num_rows=num_rows,
         interpret=interpret,
-        **_options(cache, attention),
+        **attention.kernel_options(cache),
     )
-
-
-def _options(cache: KVCache, attention: Attention) -> dict[str, Any]:
-    return {
-        "sm_scale": attention.sm_scale,
-        "num_kv_heads": cache.num_kv_heads,
-        "scales": cache.scales if cache.is_quantized else None,
-        "sliding_window": attention.sliding_window,
-        "soft_cap": attention.soft_cap,
-        "return_lse": attention.has_lse,
-    }
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",), inline=True)

@@ -6,6 +6,7 @@ and a padding row nothing.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,17 @@ class Attention:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_lse: bool = False
+
+    def kernel_options(self, cache: KVCache) -> dict[str, Any]:
+        """Keyword arguments of `paged_decode` and `paged_prefill` in `pallas_kernels`."""
+        return {
+            "sm_scale": self.sm_scale,
+            "num_kv_heads": cache.num_kv_heads,
+            "scales": cache.scales if cache.is_quantized else None,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+            "return_lse": self.has_lse,
+        }
 
 
 def decode(

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
@@ -10,10 +9,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gpu import device
 from pallas_kernels.gpu.heads import Heads
 
 NUM_PROGRAMS = 660
 """Programs of decode: five for each multiprocessor of an H100, as many as its registers hold."""
+
+MOSAIC_PROGRAMS = 528
+"""Programs of decode in Mosaic GPU: two at a time on each multiprocessor of an H100, twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,29 @@ class PrefillConfig:
         _check(self, ("tile_rows", "block_k", "num_warps"), ("num_stages",))
 
 
-def _check(config: Any, powers: tuple[str, ...], others: tuple[str, ...]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MosaicDecodeConfig:
+    """How `mosaic_decode.paged_decode` is cut up."""
+
+    block_k: int = 64
+    """Keys of a stage: a power of two from 64 on, a swizzled line of their weights."""
+    num_stages: int = 3
+    """Stages of keys in shared memory; copies run all but one ahead."""
+    num_programs: int = MOSAIC_PROGRAMS
+    """Programs that share the keys of a batch, one per row and head at least."""
+
+    def __post_init__(self) -> None:
+        _check(self, ("block_k",), ("num_stages", "num_programs"), least=64)
+
+
+def _check(config: Any, powers: tuple[str, ...], others: tuple[str, ...], least: int = 16) -> None:
     for name in powers + others:
         value = getattr(config, name)
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} ({value!r}) must be an integer of at least 1")
-        least = 1 if name == "num_warps" else 16
-        if name in powers and (value & (value - 1) or value < least):
-            raise ValueError(f"{name} ({value}) must be a power of two from {least} on")
+        low = 1 if name == "num_warps" else least
+        if name in powers and (value & (value - 1) or value < low):
+            raise ValueError(f"{name} ({value}) must be a power of two from {low} on")
 
 
 def decode_config(heads: Heads, kv: jax.Array, q_dtype: Any) -> DecodeConfig:
@@ -72,11 +90,10 @@ def prefill_config(heads: Heads, kv: jax.Array, q_dtype: Any) -> PrefillConfig:
     found = lookup("paged_prefill", key(heads, kv, q_dtype), PrefillConfig)
     if found is not None:
         return found
-    is_wide = heads.head_dim > 128
-    is_exact = jnp.float32 in (q_dtype, kv.dtype)
-    return PrefillConfig(
-        block_k=32 if is_exact else 64, num_warps=8 if is_wide or heads.group > 64 else 4
-    )
+    if jnp.float32 in (q_dtype, kv.dtype):
+        return PrefillConfig(tile_rows=16, block_k=16)  # larger ones spill: no tensor cores
+    is_wide = heads.head_dim > 128 or heads.group > 64
+    return PrefillConfig(num_warps=8 if is_wide else 4)
 
 
 def key(heads: Heads, kv: jax.Array, q_dtype: Any) -> str:
@@ -92,33 +109,19 @@ T = TypeVar("T")
 
 def lookup(kernel: str, key: str, config: type[T]) -> T | None:
     """The entry that `benchmarks/tune.py` measured on this kind of device; never raises."""
-    kind = device_kind()
-    entry = None if kind is None else _table(device_name(kind)).get(kernel, {}).get(key)
+    name = device.name()
+    entry = None if name is None else _table(name).get(kernel, {}).get(key)
     try:
         return None if entry is None else config(**entry)
     except (TypeError, ValueError):  # written by another version, or by hand
         return None
 
 
-def device_kind() -> str | None:
-    """Kind of the GPU that a program is traced for; None where it is not known."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.device_kind
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-
-
-def device_name(kind: str) -> str:
-    """Name of a device's table file, such as "h100" of "NVIDIA H100 80GB HBM3"."""
-    found = re.search(r"[abghl]\d{2,3}", kind.lower())
-    return found.group() if found else re.sub(r"\W+", "_", kind.lower())
-
-
 @functools.cache
-def _table(device: str) -> dict[str, dict[str, Any]]:
+def _table(name: str) -> dict[str, dict[str, Any]]:
     """{kernel: {key: fields of a config}} of a device, empty if there is none that can be read."""
     try:
-        file = resources.files("pallas_kernels.gpu") / "tuned" / f"{device}.json"
+        file = resources.files("pallas_kernels.gpu") / "tuned" / f"{name}.json"
         table = json.loads(file.read_text())
         return {kernel: dict(entries) for kernel, entries in table.items()}
     except (OSError, ValueError, AttributeError, TypeError):

@@ -6,11 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gpu import device
+
 MIN_ROWS = 16
 """Rows of the smallest tile that tensor cores multiply."""
 
-INT8_HOLE = range(2 << 30, (4 << 30) + 1)
+INT8_HOLE = range((2 << 30) + 1, (4 << 30) + 1)
 """Bytes of pools of 1-byte numbers whose offsets Pallas computes in 32 bits, with a sign."""
+
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability that Triton converts 8-bit floats on: Ada and Hopper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +79,28 @@ def heads_of(
 
 def check_pool(kv: jax.Array, scales: jax.Array | None) -> None:
     """NotImplementedError for a pool that no kernel can serve."""
-    if kv.dtype.itemsize == 1:
-        if scales is None:
-            raise ValueError(f"a pool of {kv.dtype.name} needs scales")
-        if kv.size in INT8_HOLE:
-            raise NotImplementedError(
-                f"8-bit pool of {kv.size} bytes; GPU kernels take less than {INT8_HOLE.start} or "
-                f"more than {INT8_HOLE.stop - 1}"
-            )
+    check_offsets(kv)
+    if kv.dtype.itemsize > 1:
+        return
+    if scales is None:
+        raise ValueError(f"a pool of {kv.dtype.name} needs scales")
+    capability = device.capability()
+    is_float = jnp.issubdtype(kv.dtype, jnp.floating)
+    if is_float and capability is not None and capability < FP8_CAPABILITY:
+        raise NotImplementedError(
+            f"a pool of {kv.dtype.name}; GPU kernels convert 8-bit floats from compute capability "
+            f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on, and this device has "
+            f"{capability[0]}.{capability[1]}: use int8"
+        )
+
+
+def check_offsets(pool: jax.Array) -> None:
+    """NotImplementedError for a pool that Pallas cannot address."""
+    if pool.dtype.itemsize == 1 and pool.size in INT8_HOLE:
+        raise NotImplementedError(
+            f"8-bit pool of {pool.size} bytes; GPU kernels take at most {INT8_HOLE.start - 1} or "
+            f"more than {INT8_HOLE.stop - 1}"
+        )
 
 
 def power_of_two(n: int) -> int:

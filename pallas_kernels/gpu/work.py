@@ -40,7 +40,7 @@ class PrefillWork:
 
 
 def decode_work(
-    lens: jax.Array, unit: int, sliding_window: int | None, *, num_slots: int
+    lens: jax.Array, unit: int, sliding_window: int | None, *, num_slots: int, align: int = 1
 ) -> DecodeWork:
     """Splits the keys that rows see into ranges of about the same length.
 
@@ -49,21 +49,24 @@ def decode_work(
       unit: Keys that a program computes at once; ranges are whole units but for a row's last.
       sliding_window: Keys before the window are left out.
       num_slots: W, more than S: rows with keys take one slot each, the rest is for splits.
+      align: Ranges but for a row's first begin at multiples of this, a divisor of `unit`.
     """
     num_rows = lens.shape[0]
     low = jnp.zeros_like(lens)
     if sliding_window is not None:
         low = jnp.maximum(lens - sliding_window, 0)
-    units = _divide_up(lens - low, unit)
+    start = low // align * align
+    units = _divide_up(lens - start, unit)
     # With at most this many units a slot, ceil(units / most) of all rows fit: at most one a row is
     # not full.
     most = jnp.maximum(_divide_up(jnp.sum(units), num_slots - num_rows), 1)
     counts = _divide_up(units, most)
     size = _divide_up(units, jnp.maximum(counts, 1)) * unit  # a row's ranges are of one length
     row, offsets, index = _spread(counts, num_slots)
-    begins = low[row] + index * size[row]
+    begins = start[row] + index * size[row]
     is_used = jnp.arange(num_slots, dtype=jnp.int32) < offsets[-1]
     ends = jnp.minimum(begins + size[row], lens[row])
+    begins = jnp.maximum(begins, low[row])
     return DecodeWork(
         rows=row,
         begins=jnp.where(is_used, begins, 0),

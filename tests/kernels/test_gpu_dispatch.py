@@ -1,0 +1,142 @@
+"""Without a named backend, programs for CUDA hold Triton kernels and programs for CPU do not."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from paged_jax import core, ops
+from pallas_kernels import compat
+from tests.kernels.steps import KV_HEADS, WIDTH, context, make_operands, step
+
+# The same sums in another order.
+CLOSE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+class Gpu(AbstractDevice):
+    """A device that tells its compute capability, as real ones do."""
+
+    compute_capability = "9.0"
+
+
+class OldGpu(AbstractDevice):
+    compute_capability = "8.0"
+
+
+@pytest.fixture
+def operands(rng):
+    """A pool of random tokens and arguments of `step`."""
+    return make_operands(rng)
+
+
+@contextlib.contextmanager
+def traced_for(kind: type[AbstractDevice]):
+    device = kind(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with use_abstract_mesh(mesh):
+        yield
+
+
+def lower(fn, *args, platform="cuda", kind=Gpu):
+    with traced_for(kind):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_programs_for_cuda_hold_kernels_and_programs_for_cpu_do_not(operands):
+    text = lower(step, *operands)
+    for kernel in ("copy_blocks", "paged_decode", "paged_decode_join", "paged_prefill"):
+        assert f'"{kernel}"' in text
+    assert text.count(compat.TRITON_CUSTOM_CALL) == 4
+    # Keys and values are written by XLA: what rotates the keys is fused into that.
+    assert "scatter" in text
+    assert compat.TRITON_CUSTOM_CALL not in lower(step, *operands, platform="cpu")
+    assert compat.TRITON_CUSTOM_CALL not in lower(step, *operands, platform="tpu")
+
+
+def test_a_step_of_interpreted_kernels_is_the_step_of_xla(operands):
+    run = functools.partial(step, backend="pallas_triton", interpret=True)
+    got, want = jax.jit(run)(*operands), jax.jit(functools.partial(step, backend="xla"))(*operands)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, right, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn"])
+def test_blocks_of_any_dtype_are_copied_with_their_scales(dtype, rng):
+    spec = core.CacheSpec(num_layers=2, num_kv_heads=3, head_dim=40)
+    cache = core.create_kv_cache(spec, 9, 4, dtype)
+    cache = dataclasses.replace(
+        cache,
+        kv=jnp.asarray(rng.integers(-9, 9, cache.kv.shape), cache.kv.dtype),
+        scales=jnp.asarray(rng.standard_normal(cache.scales.shape, np.float32)),
+    )
+    src, dst = jnp.array([1, 0, 2, 1]), jnp.array([5, 0, 9, 3])
+    want = ops.copy_kv(cache, src, dst, backend="xla")
+    got = ops.copy_kv(cache, src, dst, backend="pallas_triton", interpret=True)
+    np.testing.assert_array_equal(got.kv.view(jnp.uint8), want.kv.view(jnp.uint8))
+    np.testing.assert_array_equal(got.scales, want.scales)
+    nothing = jnp.zeros(0, jnp.int32)
+    same = ops.copy_kv(cache, nothing, nothing, backend="pallas_triton", interpret=True)
+    np.testing.assert_array_equal(same.kv.view(jnp.uint8), cache.kv.view(jnp.uint8))
+
+
+def decode(cache, q, **options):
+    _, tables, lens, _ = context()
+    return ops.paged_decode(q, cache, 0, tables, lens, sm_scale=0.1, **options)
+
+
+def test_pools_that_kernels_refuse_are_served_by_xla_on_cuda_too():
+    spec = core.CacheSpec(num_layers=1, num_kv_heads=KV_HEADS, head_dim=40)
+    cache, q = core.create_kv_cache(spec, 6, 8, "float32"), jnp.ones((3, 4, 40))
+    assert compat.TRITON_CUSTOM_CALL not in lower(decode, cache, q)
+    with pytest.raises(NotImplementedError, match="head_dim 40; GPU kernels need a multiple of 16"):
+        lower(functools.partial(decode, backend="pallas_triton"), cache, q)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_8_bit_floats_need_a_device_that_converts_them(dtype):
+    spec = core.CacheSpec(num_layers=1, num_kv_heads=KV_HEADS, head_dim=WIDTH)
+    cache, q = core.create_kv_cache(spec, 6, 8, dtype), jnp.ones((3, 4, WIDTH), jnp.bfloat16)
+    assert compat.TRITON_CUSTOM_CALL in lower(decode, cache, q)
+    assert compat.TRITON_CUSTOM_CALL not in lower(decode, cache, q, kind=OldGpu)
+    with pytest.raises(NotImplementedError, match=f"{dtype}.* has 8.0: use int8"):
+        lower(functools.partial(decode, backend="pallas_triton"), cache, q, kind=OldGpu)
+    int8 = core.create_kv_cache(spec, 6, 8, "int8")
+    assert compat.TRITON_CUSTOM_CALL in lower(decode, int8, q, kind=OldGpu)
+
+
+def test_attention_can_be_mapped_over_queries(operands):
+    cache, q, *_ = operands
+    batch = jnp.stack([q, 2 * q])
+    mapped = jax.vmap(functools.partial(decode, cache))
+    assert compat.TRITON_CUSTOM_CALL in lower(mapped, batch)
+    interpreted = functools.partial(decode, backend="pallas_triton", interpret=True)
+    for i in range(2):
+        got = jax.jit(interpreted)(cache, batch[i])
+        np.testing.assert_allclose(got, jax.jit(mapped)(batch)[i], **CLOSE)
+
+
+def test_heads_can_be_sharded(operands):
+    cache, q, *_ = operands
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def local(kv, q):
+        mine = dataclasses.replace(cache, kv=kv, num_kv_heads=KV_HEADS // 2)
+        return decode(mine, q, backend="pallas_triton", interpret=True)
+
+    heads, pool = P(None, "x"), P(None, None, "x")
+    sharded = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(pool, heads), out_specs=heads, check_vma=False)
+    )
+    np.testing.assert_allclose(sharded(cache.kv, q), decode(cache, q, backend="xla"), **CLOSE)
+
+
+@pytest.mark.skipif(compat.HAS_MOSAIC_GPU, reason="this JAX has it")
+def test_mosaic_gpu_is_refused_where_jax_lacks_it(operands):
+    with pytest.raises(NotImplementedError, match="Mosaic GPU kernels need"):
+        decode(*operands[:2], backend="mosaic_gpu", interpret=True)
