@@ -66,6 +66,19 @@ class MosaicDecodeConfig:
         _check(self, ("block_k",), ("num_stages", "num_programs"), least=64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MosaicPrefillConfig:
+    """How `mosaic_prefill.paged_prefill` is cut up; a program has 64 query rows."""
+
+    block_k: int = 64
+    """Keys of a stage: a power of two from 64 on, a swizzled line of their weights."""
+    num_stages: int = 2
+    """Stages of keys in shared memory; copies run all but one ahead."""
+
+    def __post_init__(self) -> None:
+        _check(self, ("block_k",), ("num_stages",), least=64)
+
+
 def _check(config: Any, powers: tuple[str, ...], others: tuple[str, ...], least: int = 16) -> None:
     for name in powers + others:
         value = getattr(config, name)
@@ -91,7 +104,8 @@ def prefill_config(heads: Heads, kv: jax.Array, q_dtype: Any) -> PrefillConfig:
     if found is not None:
         return found
     if jnp.float32 in (q_dtype, kv.dtype):
-        return PrefillConfig(tile_rows=16, block_k=16)  # larger ones spill: no tensor cores
+        # Products without tensor cores: larger tiles, or fewer warps, spill registers.
+        return PrefillConfig(tile_rows=16, block_k=16, num_warps=8)
     is_wide = heads.head_dim > 128 or heads.group > 64
     return PrefillConfig(num_warps=8 if is_wide else 4)
 

@@ -155,8 +155,8 @@ def _compute(refs: Refs, shape: Shape, tile: Any, kv_head: Any, begin: Any, end:
         # A sink is a key of weight 1 relative to the maximum.
         state[0], state[1] = refs.sinks[head], jnp.ones_like(state[1])
     steps = pl.cdiv(num_keys - low, block_k)
-    # Keys in front of the tile are seen by all of its tokens, unless there is a window. Tokens of no
-    # row have positions below zero.
+    # Keys in front of the tile are seen by all of its tokens, unless there is a window. The tokens
+    # of no row have positions below zero.
     whole = 0 if window is not None else jnp.maximum(first + 1, 0) // block_k
     state = tuple(state)
     if window is None:
