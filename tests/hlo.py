@@ -44,6 +44,12 @@ def pool_faults(hlo: str, shape: tuple[int, ...]) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
+def moved_sizes(hlo: str) -> set[int]:
+    """How many numbers the arrays hold that a program copies, slices, transposes or converts."""
+    moves = {"copy", "copy-start", "transpose", "convert", "slice", "dynamic-slice", "concatenate"}
+    return {math.prod(dims) for _, dims, _, _, opcode in _arrays(hlo) if opcode in moves}
+
+
 def _arrays(hlo: str) -> Iterator[tuple[str, tuple[int, ...], list[int], str, str]]:
     """(name, dims, minor-to-major layout, memory, opcode) of every array an instruction makes."""
     for line in hlo.splitlines():

@@ -5,29 +5,18 @@ with prefill. All 32 were compiled by hand, in one minute and in three, with the
 """
 
 import collections
-import functools
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
-from paged_jax import core
-from paged_jax.decode import create_row_state
-from paged_jax.engine.step import StepInputs, make_step
-from paged_jax.models.decoder import Decoder
-from paged_jax.models.spec import DecoderSpec, RopeSpec
+from tests.aot.step import NUM_ROWS, llama_step
 from tests.aot.targets import Report, compile_for, report
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 NUM_LAYERS = 2  # enough to see what is made per layer and what once; 32 take three minutes
-NUM_ROWS = 64
-CONTEXT_LEN = 8192
-POOL_TOKENS = 65536  # with all 32 layers and the weights 25 of v6e's 32 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,54 +38,12 @@ def optimized():
 
 def compile_step(num_tokens: int, block_size: int, num_layers: int = NUM_LAYERS) -> Compiled:
     """Compiles the step of T tokens and R rows for v6e; T = R is a decode step."""
-    spec = DecoderSpec(
-        vocab_size=128256,
-        hidden_size=4096,
-        num_layers=num_layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_size=14336,
-        norm_eps=1e-5,
-        rope=RopeSpec(theta=500000.0),
-        max_position_embeddings=CONTEXT_LEN,
-    )
-    model = nnx.eval_shape(lambda: Decoder(spec, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-    num_blocks = POOL_TOKENS // block_size
-    kv = jax.eval_shape(
-        lambda: core.create_kv_cache(model.cache_spec(), num_blocks, block_size, jnp.bfloat16)
-    )
-    blocks = jax.eval_shape(
-        lambda: core.create_block_state(num_blocks, block_size, NUM_ROWS, CONTEXT_LEN // block_size)
-    )
-    rows = jax.eval_shape(lambda: create_row_state(NUM_ROWS))
-    step = make_step(graphdef, treedef)
-    args = (tuple(leaves), kv, blocks, rows, _inputs(num_tokens))
-    compiled = compile_for("v6e", step, args, donate=(1,))
+    made = llama_step(num_tokens, block_size, num_layers)
+    (pool,) = made.pools
+    compiled = compile_for("v6e", made.fn, made.args, made.donate)
     hlo = compiled.as_text()
     assert hlo is not None
-    return Compiled(hlo=hlo, report=report(compiled, [kv.kv.shape]), pool=kv.kv)
-
-
-def _inputs(num_tokens: int) -> StepInputs:
-    def array(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    i32, flag = functools.partial(array, jnp.int32), functools.partial(array, jnp.bool_)
-    return StepInputs(
-        free_rows=flag(NUM_ROWS),
-        tokens=i32(num_tokens),
-        row_ids=i32(NUM_ROWS),
-        query_lens=i32(NUM_ROWS),
-        num_decode=i32(),
-        is_sampled=flag(NUM_ROWS),
-        is_admission=flag(NUM_ROWS),
-        has_logprobs=flag(NUM_ROWS),
-        owners=i32(NUM_ROWS),
-        admitted=jax.eval_shape(lambda: create_row_state(NUM_ROWS)),
-    )
+    return Compiled(hlo=hlo, report=report(compiled, [pool.shape]), pool=pool)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""GPU kernels compile for every GPU that is served, take what they may, and move no pool.
+
+Without the compiler these tests fail: they run only where someone asked for them. Where JAX cannot
+run Mosaic's kernels there are no tests of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot.gpu_compile import Result, compile_all, faults
+from tests.aot.gpu_cover import covering_entries
+from tests.aot.shapes import Entry
+from tests.aot.targets import GPU_TARGETS, compile_for, report
+
+pytestmark = [pytest.mark.aot, pytest.mark.aot_gpu]
+
+
+def _grouped(target, *values):
+    """A case that runs where all others of its target do: they share one compiling process."""
+    return pytest.param(target, *values, marks=pytest.mark.xdist_group(target))
+
+
+@functools.cache
+def _results(target: str) -> dict[Entry, Result]:
+    return dict(compile_all(target, [e for e in covering_entries() if e.target == target]))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, marks=pytest.mark.xdist_group(entry.target), id=str(entry))
+        for entry in sorted(covering_entries())
+    ],
+)
+def test_kernel_compiles_within_bounds_and_moves_no_pool(entry):
+    assert faults(entry, _results(entry.target)[entry]) == []
+
+
+POOL = (2, 1031, 16, 64, 128)
+
+
+def _slice_layer(pool, layer):
+    return jnp.sum(jax.lax.optimization_barrier(pool[layer]).astype(jnp.float32))
+
+
+def _transpose(pool, layer):
+    return jax.lax.optimization_barrier(jnp.swapaxes(pool, 2, 3))[layer, 0]
+
+
+def _update(pool, layer):
+    return pool.at[layer, 3].set(jnp.ones((), pool.dtype))
+
+
+@pytest.fixture
+def optimized():
+    """The programs that are served; tests/conftest.py turns this on for all other tests."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    ("target", "fn", "donate", "is_fault"),
+    [
+        _grouped(target, *case)
+        for target in GPU_TARGETS
+        for case in (
+            (_slice_layer, (), True),
+            (_transpose, (), True),
+            (_update, (), True),
+            (_update, (0,), False),
+        )
+    ],
+)
+def test_planted_copy_is_found(target, fn, donate, is_fault):
+    args = (jax.ShapeDtypeStruct(POOL, jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.int32))
+    found = report(compile_for(target, fn, args, donate), [POOL])
+    assert bool(found.faults) == is_fault
