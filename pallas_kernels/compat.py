@@ -1,5 +1,6 @@
 """The only file that knows how JAX versions differ, from 0.10.2 to 0.12."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -41,3 +42,39 @@ def tpu_compiler_params(
         disable_bounds_checks=not is_checked,
         disable_semaphore_checks=not is_checked,
     )
+
+
+def has_mosaic_gpu() -> bool:
+    """Whether Mosaic GPU has what our kernels need: from 0.12 on.
+
+    `mma` and interpret mode came with 0.11.1; 0.11.2 has no `store` yet, which writes registers of
+    any layout.
+    """
+    try:
+        plgpu = _mosaic_gpu()
+    except ImportError:  # 0.10.2 without absl-py
+        return False
+    return all(hasattr(plgpu, name) for name in ("mma", "store", "InterpretGPUParams"))
+
+
+def mosaic_interpret_params() -> Any:
+    """Mosaic GPU's interpret mode that makes wrong reads visible.
+
+    Races and reads out of bounds raise, memory that was not written holds NaN.
+    """
+    return _mosaic_gpu().InterpretGPUParams(detect_races=True)
+
+
+def mosaic_interpret(params: Any) -> Any:
+    """Context in which kernels of Mosaic GPU are interpreted, unless `params` is false."""
+    if not params:
+        return contextlib.nullcontext()
+    plgpu = _mosaic_gpu()
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams() if params is True else params)
+
+
+def _mosaic_gpu() -> Any:
+    # Takes a second to import, and most programs do without.
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu

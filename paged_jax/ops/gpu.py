@@ -32,6 +32,9 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `paged_jax.ops.paged_decode`."""
     if backend == "mosaic_gpu":
+        from pallas_kernels.gpu.mosaic_limits import check_jax
+
+        check_jax()
         from pallas_kernels.gpu.mosaic_decode import paged_decode
     else:
         from pallas_kernels.gpu.triton_decode import paged_decode
@@ -67,6 +70,9 @@ def paged_prefill(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `paged_jax.ops.paged_prefill`."""
     if backend == "mosaic_gpu":
+        from pallas_kernels.gpu.mosaic_limits import check_jax
+
+        check_jax()
         from pallas_kernels.gpu.mosaic_prefill import paged_prefill
     else:
         from pallas_kernels.gpu.triton_prefill import paged_prefill

@@ -2,9 +2,9 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels import compat
 from tests.aot import shapes
 from tests.aot.shapes import Entry, Shape
 from tests.aot.targets import GPU_TARGETS
@@ -36,7 +36,7 @@ def is_mosaic(kernel: str) -> bool:
     return kernel.startswith("mosaic")
 
 
-HAS_MOSAIC = jax.__version_info__ >= (0, 11, 1)
+HAS_MOSAIC = compat.has_mosaic_gpu()
 """Whether this JAX can run Mosaic's kernels; where it cannot, there is no entry of them."""
 
 FACTORS = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paged_jax import ops
+from pallas_kernels import compat
 from pallas_kernels.gpu import device
 from tests.kernels.cases import (
     CASES,
@@ -106,12 +107,15 @@ def test_none_means_triton(op):
     else:
         arrays = inputs.prefill_q, *arrays, inputs.query_starts
     program = functools.partial(getattr(ops, op), sm_scale=SM_SCALE)
-    names = [
-        jax.jit(functools.partial(program, backend=backend)).lower(*arrays).compile().as_text()
+    counts = [
+        _triton_calls(jax.jit(functools.partial(program, backend=backend)), arrays)
         for backend in (None, "pallas_triton")
     ]
-    assert all("paged_decode" in text or "paged_prefill" in text for text in names)
-    assert names[0].count("custom-call") == names[1].count("custom-call")
+    assert counts[0] == counts[1] > 0
+
+
+def _triton_calls(program, arrays) -> int:
+    return program.lower(*arrays).compile().as_text().count(compat.TRITON_CUSTOM_CALL)
 
 
 def test_blocks_are_copied_on_the_device():

@@ -136,7 +136,7 @@ def test_heads_can_be_sharded(operands):
     np.testing.assert_allclose(sharded(cache.kv, q), decode(cache, q, backend="xla"), **CLOSE)
 
 
-@pytest.mark.skipif(compat.HAS_MOSAIC_GPU, reason="this JAX has it")
+@pytest.mark.skipif(compat.has_mosaic_gpu(), reason="this JAX has it")
 def test_mosaic_gpu_is_refused_where_jax_lacks_it(operands):
     with pytest.raises(NotImplementedError, match="Mosaic GPU kernels need"):
         decode(*operands[:2], backend="mosaic_gpu", interpret=True)
