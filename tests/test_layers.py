@@ -198,13 +198,19 @@ def test_imports_point_left_only():
     assert tree_violations(ROOT) == []
 
 
+RIVALS = "benchmarks/gpu_rivals.py"
+"""JAX has no public way to cuDNN's paged attention, which ours is measured against."""
+
+
 def test_private_jax_and_deferred_annotations_are_not_used():
     found = [
         f"{path.relative_to(ROOT)}:{violation}"
         for path in python_files(ROOT, *LIBRARY, "tests", "benchmarks")
         for violation in source_violations(path.read_text(encoding="utf-8"))
     ]
-    assert found == []
+    [rival] = [violation for violation in found if violation.startswith(f"{RIVALS}:")]
+    assert "jax._src is private" in rival
+    assert [violation for violation in found if violation != rival] == []
 
 
 def test_notebooks_do_not_use_private_jax():
