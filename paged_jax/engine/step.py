@@ -6,6 +6,7 @@ updated in place; `blocks` and `rows` are small and never donated.
 
 import dataclasses
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +52,20 @@ class StepOutputs:
     top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
 
 
+COMMAND_BUFFER_OPTION = "xla_gpu_enable_command_buffer"
+
+
 def step_options(platform: str) -> dict[str, str]:
     """Compiler options of the step on a platform; pass them to `Lowered.compile` for another.
 
     On GPU, loops and branches become part of the CUDA graph: the host then launches one graph a
-    step, and does not wait in the middle of it to learn which way to go.
+    step, and does not wait in the middle of it to learn which way to go. Whoever sets the option in
+    XLA_FLAGS, to nothing for no graphs, is not overruled.
     """
-    if platform not in ("gpu", "cuda"):
+    if platform not in ("gpu", "cuda") or COMMAND_BUFFER_OPTION in os.environ.get("XLA_FLAGS", ""):
         return {}
     captured = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-    return {"xla_gpu_enable_command_buffer": captured}
+    return {COMMAND_BUFFER_OPTION: captured}
 
 
 def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:

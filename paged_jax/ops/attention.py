@@ -130,7 +130,7 @@ def paged_prefill(
       cache: The whole pool.
       layer: Layer to read.
       block_tables: Physical blocks per row; entries past the length are never used.
-      context_lens: Tokens readable per row, the new ones included.
+      context_lens: Tokens readable per row; the new ones are among them, so not fewer than those.
       query_starts: Prefix sum of new tokens per row.
       sm_scale: Factor on the logits before softmax, usually `D ** -0.5`.
       sliding_window: Keys that a query sees at most, itself included; None: all.

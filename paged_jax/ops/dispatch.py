@@ -5,6 +5,7 @@ exports for TPU gets the TPU kernel. Every candidate is traced then, which is wh
 kernel cannot serve are found out first.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -48,6 +49,7 @@ def run(
       kernels: By backend; raise NotImplementedError for shapes that they cannot serve.
       *operands: Pytrees of arrays that the functions take.
     """
+    kernels = {name: _in_32_bits(kernel) for name, kernel in kernels.items()}
     if backend is not None:
         return kernels.get(backend, xla)(*operands)
     # Kernels take the arrays of one device: on an explicit mesh they belong into `shard_map`.
@@ -61,7 +63,25 @@ def run(
             branches[platform] = jax.custom_batching.sequential_vmap(kernel)
     if not branches:
         return xla(*operands)
-    return jax.lax.platform_dependent(*operands, default=xla, **branches)
+
+    @jax.custom_jvp
+    def choose(*operands):
+        return jax.lax.platform_dependent(*operands, default=xla, **branches)
+
+    # Kernels have no derivative; XLA's loops have one, forwards.
+    choose.defjvp(functools.partial(jax.jvp, xla))
+    return choose(*operands)
+
+
+def _in_32_bits(kernel: Callable[..., T]) -> Callable[..., T]:
+    """A kernel whose integers stay of 32 bits where 64 are enabled, as accelerators want them."""
+
+    @functools.wraps(kernel)
+    def run(*operands):
+        with jax.enable_x64(False):
+            return kernel(*operands)
+
+    return run
 
 
 def _suits(backend: Backend, cache: KVCache, num_heads: int) -> bool:

@@ -91,7 +91,7 @@ def copy_kv(
     def on_gpu(*operands):
         from paged_jax.ops import gpu
 
-        return gpu.copy_kv(*operands, interpret=interpret)
+        return gpu.copy_kv(*operands, interpret=bool(interpret))
 
     bare = dataclasses.replace(cache, tags=None)
     kernels = {"pallas_tpu": on_tpu, "pallas_triton": on_gpu, "mosaic_gpu": on_gpu}

@@ -18,7 +18,7 @@ def name() -> str | None:
     found = kind()
     if found is None:
         return None
-    short = re.search(r"[abhl]\d{2,4}", found.lower())
+    short = re.search(r"\b[a-z]{1,2}\d{1,4}[a-z]?\b", found.lower())
     return short.group() if short else re.sub(r"\W+", "_", found.lower())
 
 

@@ -220,4 +220,5 @@ def _join(
     )
     out = (out.reshape(q.shape) / divisor[..., None]).astype(q.dtype)
     lse = (top + jnp.log2(divisor)) * (1 / LOG2E)
-    return out, jnp.where(total > 0.0, lse, -jnp.inf)
+    # Nothing but a sink of -inf is nothing.
+    return out, jnp.where((total > 0.0) & (top > MASKED), lse, -jnp.inf)

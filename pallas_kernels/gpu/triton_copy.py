@@ -43,9 +43,9 @@ def _copy(pool: jax.Array, src: jax.Array, dst: jax.Array, interpret: bool) -> j
 
     def body(src_ref: Any, dst_ref: Any, _: Any, ref: Any) -> None:
         layer, pair, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        source, target = src_ref[pair], dst_ref[pair]
+        source, target = jnp.minimum(src_ref[pair], blocks - 1), dst_ref[pair]
 
-        @pl.when(target > 0)
+        @pl.when((target > 0) & (target < blocks))
         def _() -> None:
             for first in range(0, size, chunk):
                 at = first + jnp.arange(chunk, dtype=jnp.int32)

@@ -235,6 +235,7 @@ def _join_kernel(refs: Refs, shape: Shape) -> None:
     for piece, value in zip(shape.heads.pieces, values, strict=True):
         refs.out[row, head, lanes(piece)] = (value / divisor).astype(refs.out.dtype)
     if "lse" in refs:
-        is_seen = (total > 0.0) & (row < refs.num_rows[0])
+        # Nothing but a sink of -inf is nothing.
+        is_seen = (total > 0.0) & (top > MASKED) & (row < refs.num_rows[0])
         lse = (top + jnp.log2(divisor)) * (1 / LOG2E)
         refs.lse[row, head] = jnp.where(is_seen, lse, -jnp.inf)

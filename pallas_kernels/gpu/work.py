@@ -95,6 +95,7 @@ def prefill_work(
       num_tokens: T.
     """
     row = jnp.arange(lens.shape[0], dtype=jnp.int32)
+    query_starts = jnp.minimum(query_starts, num_tokens)
     starts, ends = query_starts[:-1], query_starts[1:]
     is_own = (row >= first_row) & (row < num_rows)
     # The tokens in front of the rows and behind them are two rows more, without keys.

@@ -34,8 +34,17 @@ class Program:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool: no program needs as much working memory."""
+        """Bytes of the pool."""
         return _num_bytes(self.pools[0])
+
+    @property
+    def most_temp_bytes(self) -> int:
+        """Working memory that tells of a copy of the pool: as much as the pool and the tokens.
+
+        Queries and outputs of many heads in float32 are alone about the size of these small pools.
+        """
+        arrays = jax.tree.leaves(self.args)
+        return self.pool_bytes + sum(_num_bytes(x) for x in arrays if x.ndim == 3)
 
 
 def program(entry: Entry) -> Program:

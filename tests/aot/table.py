@@ -77,7 +77,7 @@ def compile_cell(entry: Entry) -> str:
         return found.faults[0]
     if found.alias_bytes < made.donated_bytes:
         return "donated pool is copied"
-    if found.temp_bytes >= made.pool_bytes:
+    if found.temp_bytes >= made.most_temp_bytes:
         return f"{found.temp_bytes >> 20} MiB of temporaries"
     kib = round(found.temp_bytes / 1024)
     return f"ok, {kib} KiB" if kib else "ok"

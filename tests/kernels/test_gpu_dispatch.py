@@ -15,6 +15,8 @@ from paged_jax import core, ops
 from pallas_kernels import compat
 from tests.kernels.steps import KV_HEADS, WIDTH, context, make_operands, step
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
 # The same sums in another order.
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -110,6 +112,80 @@ def test_8_bit_floats_need_a_device_that_converts_them(dtype):
     assert compat.TRITON_CUSTOM_CALL in lower(decode, int8, q, kind=OldGpu)
 
 
+def test_programs_for_cuda_can_be_exported_from_cpu(operands):
+    check = jax.export.DisabledSafetyCheck.custom_call(compat.TRITON_CUSTOM_CALL)
+    export = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])
+    with traced_for(Gpu):
+        text = export(*operands).mlir_module()
+    assert text.count(f"@{compat.TRITON_CUSTOM_CALL}") == 4
+
+
+def pool_and_queries(width):
+    """A pool that suits the GPU's kernels, and for 128 lanes TPU's too, and queries."""
+    spec = core.CacheSpec(num_layers=1, num_kv_heads=KV_HEADS, head_dim=width)
+    cache = core.create_kv_cache(spec, 6, 8, "float32")
+    block = jnp.arange(7.0)[None, :, None, None, None]
+    return dataclasses.replace(cache, kv=block + cache.kv), jnp.ones((3, 4, width))
+
+
+@pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
+def test_64_bit_integers_change_nothing(width):
+    cache, q = pool_and_queries(width)
+    keys = jnp.ones((3, KV_HEADS, width))
+    want = jax.jit(step)(cache, q, keys, keys)
+    with jax.enable_x64(True):
+        got = jax.jit(step)(cache, q, keys, keys)
+        interpreted = functools.partial(decode, backend="pallas_triton", interpret=True)
+        np.testing.assert_allclose(interpreted(cache, q), decode(cache, q), **CLOSE)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert left.dtype == right.dtype
+
+
+@pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
+def test_what_a_kernel_may_run_has_xla_s_derivative(width):
+    cache, q = pool_and_queries(width)
+
+    def moved(fn):
+        return jax.jit(lambda x: jax.jvp(fn, (x,), (x,)))(q)
+
+    got, want = (moved(functools.partial(decode, cache, backend=b)) for b in (None, "xla"))
+    for left, right in zip(got, want, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+    @jax.jit
+    @jax.grad
+    def slope(weight):  # a loss of what the same weight has made, which is held fixed
+        return jnp.sum(jax.lax.stop_gradient(decode(cache, q * weight)) * weight)
+
+    np.testing.assert_allclose(slope(1.0), jnp.sum(decode(cache, q)), rtol=1e-6)
+    copied = moved(lambda q: ops.copy_kv(cache, jnp.array([1]), jnp.array([2])).kv.sum() * q)
+    assert copied[1].shape == q.shape
+
+
+def test_a_sink_of_nothing_is_nothing():
+    cache, q = pool_and_queries(16)
+    options = {"sm_scale": 0.1, "return_lse": True, "sinks": jnp.array([-jnp.inf, 0.0, 1.0, -1e30])}
+    lens = jnp.array([0, 2, 0])
+    _, tables, _, _ = context()
+
+    def lse(**which):
+        return ops.paged_decode(q, cache, 0, tables, lens, **options, **which)[1]
+
+    got = lse(backend="pallas_triton", interpret=True)
+    np.testing.assert_allclose(got[:, :3], lse(backend="xla")[:, :3], **CLOSE)
+    assert np.all(got[::2, 0] == -np.inf)
+
+
+def test_blocks_that_are_not_there_are_not_written():
+    cache, _ = pool_and_queries(16)
+    src, dst = jnp.array([1, 2]), jnp.array([99, 3])
+    got = ops.copy_kv(cache, src, dst, backend="pallas_triton", interpret=True).kv
+    want = cache.kv.at[:, 3].set(cache.kv[:, 2])
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.exhaustive
 def test_attention_can_be_mapped_over_queries(operands):
     cache, q, *_ = operands
     batch = jnp.stack([q, 2 * q])
@@ -121,6 +197,7 @@ def test_attention_can_be_mapped_over_queries(operands):
         np.testing.assert_allclose(got, jax.jit(mapped)(batch)[i], **CLOSE)
 
 
+@pytest.mark.exhaustive
 def test_heads_can_be_sharded(operands):
     cache, q, *_ = operands
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
