@@ -51,7 +51,7 @@ def has_mosaic_gpu() -> bool:
     any layout.
     """
     try:
-        plgpu = _mosaic_gpu()
+        plgpu = mosaic_gpu()
     except ImportError:  # 0.10.2 without absl-py
         return False
     return all(hasattr(plgpu, name) for name in ("mma", "store", "InterpretGPUParams"))
@@ -62,18 +62,19 @@ def mosaic_interpret_params() -> Any:
 
     Races and reads out of bounds raise, memory that was not written holds NaN.
     """
-    return _mosaic_gpu().InterpretGPUParams(detect_races=True)
+    return mosaic_gpu().InterpretGPUParams(detect_races=True)
 
 
 def mosaic_interpret(params: Any) -> Any:
     """Context in which kernels of Mosaic GPU are interpreted, unless `params` is false."""
     if not params:
         return contextlib.nullcontext()
-    plgpu = _mosaic_gpu()
+    plgpu = mosaic_gpu()
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams() if params is True else params)
 
 
-def _mosaic_gpu() -> Any:
+def mosaic_gpu() -> Any:
+    """Mosaic GPU's module, untyped: what it holds depends on the version."""
     # Takes a second to import, and most programs do without.
     from jax.experimental.pallas import mosaic_gpu
 

@@ -20,6 +20,8 @@ BACKENDS: tuple[Backend, ...] = ("xla", "pallas_tpu", "pallas_triton", "mosaic_g
 PLATFORMS: dict[Backend, str] = {"pallas_tpu": "tpu", "pallas_triton": "cuda"}
 """The backend that None means on a platform, if it serves the shapes; elsewhere it means "xla"."""
 
+Kernels = Mapping[Backend, Callable[..., Any]]
+
 T = TypeVar("T")
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax import core
 from paged_jax.core import KVCache
-from paged_jax.ops.dispatch import Backend, check_backend, run
+from paged_jax.ops.dispatch import Backend, Kernels, check_backend, run
 
 
 def write_kv(
@@ -58,7 +58,7 @@ def write_kv(
     layer = jnp.asarray(layer, jnp.int32)
     heads = cache.num_kv_heads
     # On GPU it is XLA's scatter, into which what makes the keys is fused.
-    kernels = {"pallas_tpu": on_tpu}
+    kernels: Kernels = {"pallas_tpu": on_tpu}
     written = run(backend, cache, heads, core.write, kernels, bare, layer, keys, values, slots)
     return dataclasses.replace(written, tags=cache.tags)
 
@@ -94,7 +94,7 @@ def copy_kv(
         return gpu.copy_kv(*operands, interpret=bool(interpret))
 
     bare = dataclasses.replace(cache, tags=None)
-    kernels = {"pallas_tpu": on_tpu, "pallas_triton": on_gpu, "mosaic_gpu": on_gpu}
+    kernels: Kernels = {"pallas_tpu": on_tpu, "pallas_triton": on_gpu, "mosaic_gpu": on_gpu}
     heads = cache.num_kv_heads
     copied = run(backend, cache, heads, core.copy_blocks, kernels, bare, src, dst)
     return dataclasses.replace(copied, tags=core.copy_tags(cache.tags, src, dst))

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.gpu.config import MosaicDecodeConfig
@@ -31,6 +30,8 @@ from pallas_kernels.gpu.mosaic_softmax import (
 from pallas_kernels.gpu.work import DecodeWork, decode_work
 from pallas_kernels.options import LOG2E, MASKED, Options, base2_sinks
 from pallas_kernels.refs import Refs
+
+plgpu = compat.mosaic_gpu()
 
 
 def paged_decode(
@@ -204,13 +205,13 @@ def _join(
         for x, empty in ((maxima, MASKED), (sums, 0.0))
     )
     top = jnp.max(jnp.where(is_own[..., None], maxima[None], MASKED), axis=1)  # [S, H]
-    if sinks is not None:
-        sink = base2_sinks(sinks)[None]
+    sink = None if sinks is None else base2_sinks(sinks)[None]
+    if sink is not None:
         top = jnp.maximum(top, sink)
     weights = jnp.exp2(maxima - top[work.rows])  # [W, H]
     values = jnp.where(is_used[:, None, None], values * weights[..., None], 0.0)
     total = jnp.sum(jnp.where(is_own[..., None], (sums * weights)[None], 0.0), axis=1)
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp2(sink - top)
     divisor = jnp.where(total > 0.0, total, 1.0)
     out = jnp.dot(

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.gpu.config import MosaicPrefillConfig
@@ -29,6 +28,8 @@ from pallas_kernels.gpu.mosaic_softmax import (
 from pallas_kernels.gpu.work import PrefillWork, prefill_work
 from pallas_kernels.options import LOG2E, MASKED, Options, base2_sinks
 from pallas_kernels.refs import Refs
+
+plgpu = compat.mosaic_gpu()
 
 TILE_ROWS = 64
 """Rows that the tensor cores of a warpgroup multiply at once."""

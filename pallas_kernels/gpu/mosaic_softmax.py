@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.gpu.heads import Heads
 from pallas_kernels.options import MASKED, Options
+
+plgpu = compat.mosaic_gpu()
 
 
 @dataclass(frozen=True, kw_only=True)
