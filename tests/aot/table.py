@@ -29,6 +29,7 @@ PAGE = ROOT / "docs" / "tpu_compiles.md"
 NUM_PROCESSES = 2
 SOURCES = (
     "pallas_kernels/options.py",
+    "pallas_kernels/refs.py",
     "pallas_kernels/tpu/*.py",
     "tests/aot/programs.py",
     "tests/aot/shapes.py",
