@@ -2,7 +2,8 @@
 
 Without a name the choice is made when a program is lowered, so that a CPU host that compiles or
 exports for TPU gets the TPU kernel. Every candidate is traced then, which is why shapes that a
-kernel cannot serve are found out first.
+kernel cannot serve are found out first. Kernels for GPU are candidates only where the GPU is known:
+a Triton kernel cannot be lowered for some GPU or other, and no one on a CPU should pay for its trace.
 """
 
 import functools
@@ -91,8 +92,11 @@ def _suits(backend: Backend, cache: KVCache, num_heads: int) -> bool:
     if backend == "pallas_tpu":
         from pallas_kernels.tpu.heads import heads_of
     else:
+        from pallas_kernels.gpu import device
         from pallas_kernels.gpu.heads import heads_of
 
+        if device.known() is None:
+            return False
     scales = cache.scales if cache.is_quantized else None
     try:
         heads_of((num_heads, cache.head_dim), cache.kv, cache.num_kv_heads, scales)

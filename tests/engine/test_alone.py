@@ -158,7 +158,7 @@ def test_64_mixed_requests_through_40_blocks_equal_each_alone(toy, alone, rng):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("block_size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_tiny_blocks_change_no_token(toy, alone, rng, block_size):
     engine = make_engine(toy, block_size=block_size, num_blocks=80 // block_size)
     requests = list(mixed_requests(rng, 10))

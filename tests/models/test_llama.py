@@ -74,7 +74,15 @@ def test_paged_logits_equal_the_reference_and_the_dense_form(models, name):
             np.testing.assert_allclose(own, dense, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "llama_mha", "llama_mqa_hd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama_tied_bias",
+        "llama_mqa_hd",
+        pytest.param("llama_mha", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_greedy_tokens_through_the_engine_equal_the_reference(models, name):
     want = expected(name)
     config = EngineConfig(
