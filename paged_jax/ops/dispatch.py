@@ -3,7 +3,7 @@
 Without a name the choice is made when a program is lowered, so that a CPU host that compiles or
 exports for TPU gets the TPU kernel. Every candidate is traced then, which is why shapes that a
 kernel cannot serve are found out first. Kernels for GPU are candidates only where the GPU is known:
-a Triton kernel cannot be lowered for some GPU or other, and no one on a CPU should pay for its trace.
+Triton cannot be lowered for some GPU or other, and no one on a CPU should pay for its trace.
 """
 
 import functools

@@ -7,7 +7,7 @@ import jax
 
 
 def known() -> Any | None:
-    """The mesh's abstract device if it is a GPU, else a device of the default backend if that is."""
+    """The mesh's abstract device if that is a GPU, else one of the default backend if that is."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract if abstract.platform == "gpu" else None
