@@ -5,6 +5,8 @@ run Mosaic's kernels there are no tests of them.
 """
 
 import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +20,23 @@ from tests.aot.targets import GPU_TARGETS, compile_for, report
 pytestmark = [pytest.mark.aot, pytest.mark.aot_gpu]
 
 
-def _grouped(target, *values):
-    """A case that runs where all others of its target do: they share one compiling process."""
-    return pytest.param(target, *values, marks=pytest.mark.xdist_group(target))
+NUM_PROCESSES = 2
 
 
 @functools.cache
-def _results(target: str) -> dict[Entry, Result]:
-    return dict(compile_all(target, [e for e in covering_entries() if e.target == target]))
+def _results() -> dict[Entry, Result]:
+    """What the compiler made of all entries; run this file in one process (`-n 0`)."""
+
+    def of(target: str) -> list[tuple[Entry, Result]]:
+        return list(compile_all(target, [e for e in covering_entries() if e.target == target]))
+
+    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+        return dict(itertools.chain.from_iterable(pool.map(of, GPU_TARGETS)))
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(entry, marks=pytest.mark.xdist_group(entry.target), id=str(entry))
-        for entry in sorted(covering_entries())
-    ],
-)
+@pytest.mark.parametrize("entry", covering_entries(), ids=str)
 def test_kernel_compiles_within_bounds_and_moves_no_pool(entry):
-    assert faults(entry, _results(entry.target)[entry]) == []
+    assert faults(entry, _results()[entry]) == []
 
 
 POOL = (2, 1031, 16, 64, 128)
@@ -66,7 +66,7 @@ def optimized():
 @pytest.mark.parametrize(
     ("target", "fn", "donate", "is_fault"),
     [
-        _grouped(target, *case)
+        (target, *case)
         for target in GPU_TARGETS
         for case in (
             (_slice_layer, (), True),

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 NUM_LAYERS = 32 if jax.__version_info__ >= (0, 11, 1) else 2
-MAX_LAYER_LAUNCHES = {"decode": 13, "with prefill": 16}
+MAX_LAYER_LAUNCHES = {"decode": 13, "with prefill": 15}
 """Launches from one layer's decode to the next one's."""
 
 SMALLEST_WEIGHT = 1 << 20
@@ -76,10 +76,7 @@ def compile_step(target: str, num_tokens: int, dump_dir, num_layers: int = NUM_L
     )
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param(t, marks=pytest.mark.xdist_group(f"{t} step")) for t in ("h100", "b200")],
-)
+@pytest.mark.parametrize("target", ["h100", "b200"])
 @pytest.mark.parametrize(
     ("num_tokens", "kind"), [(NUM_ROWS, "decode"), (512, "with prefill")], ids=lambda x: str(x)
 )
@@ -101,9 +98,8 @@ def test_step_moves_no_pool_and_is_one_graph(target, num_tokens, kind, tmp_path)
         f"{made.report.temp_bytes >> 20} MiB of temporaries"
     )
     assert _layer_launches(made.buffers) <= MAX_LAYER_LAUNCHES[kind]
-    if kind == "decode":
-        assert made.buffers.outside == ()
-        assert made.buffers.count == 1
+    assert made.buffers.outside == ()
+    assert made.buffers.count == 1
 
 
 def _layer_launches(buffers: CommandBuffers) -> int:
