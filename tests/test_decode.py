@@ -369,7 +369,7 @@ def test_the_pool_is_updated_in_place(reserved):
     assert step.memory_analysis().alias_size_in_bytes >= cache.kv.kv.nbytes
 
 
-@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize("reserved", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_real_model_says_what_its_dense_form_says(toy, rng, reserved):
     graphdef, params = nnx.split(toy)
     prompts = [rng.integers(0, 258, length).astype(np.int32) for length in (5, 2, 8, 1)]

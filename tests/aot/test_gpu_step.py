@@ -1,7 +1,6 @@
 """A whole engine step of Llama 3 8B compiles for GPUs: one CUDA graph, nothing large is moved.
 
-Nothing is allocated. All 32 layers, which the model unrolls, are compiled with the newest JAX; that
-takes a minute each.
+Nothing is allocated. All 32 layers are compiled, which the model unrolls; that takes a minute each.
 """
 
 import collections
@@ -26,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 
-NUM_LAYERS = 32 if jax.__version_info__ >= (0, 11, 1) else 2
+NUM_LAYERS = 32
 MAX_LAYER_LAUNCHES = {"decode": 13, "with prefill": 15}
 """Launches from one layer's decode to the next one's."""
 

@@ -25,6 +25,7 @@ def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
     return rng.integers(0, 258, length).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(13, 9, 9), (5, 5, 5, 5, 5)])
 def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, lengths):
     """Rows padded to a bucket, all 10 blocks live, the lowest and the highest included."""
@@ -57,6 +58,7 @@ def short(toy):
     return make_engine(toy, max_model_len=10)
 
 
+@pytest.mark.exhaustive
 def test_context_need_not_be_a_multiple_of_the_block(short, rng):
     run = run_all(short, [("a", prompt_of(rng, 7), greedy(50))], after_step=assert_tables_tight)
     assert len(run.tokens("a")) == 3
@@ -145,6 +147,7 @@ def mixed_requests(rng: np.random.Generator, count: int):
         yield str(i), prompt_of(rng, int(rng.integers(1, 32))), params
 
 
+@pytest.mark.slow
 def test_64_mixed_requests_through_40_blocks_equal_each_alone(toy, alone, rng):
     """Greedy and seeded, joining at random, chunked, preempted; audited after every dispatch."""
     engine = make_engine(toy, num_blocks=40, max_num_batched_tokens=24)

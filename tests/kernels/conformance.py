@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.kernels.cases import (
     LAYER,
@@ -107,6 +108,18 @@ def check(entry: Any, got: tuple, want: tuple) -> None:
     assert (lse is not None) == entry.return_lse
     if lse is not None:
         np.testing.assert_allclose(lse, want[1], **lse_tolerance, strict=True)
+
+
+def halves(entries: Sequence[Any], fast: set[Any]) -> list[Any]:
+    """Entries as cases: the fast set, and of the others every second one marked "even" or "odd".
+
+    .ci/run interprets one half with each end of JAX's range.
+    """
+    marks = ([pytest.mark.exhaustive, pytest.mark.even], [pytest.mark.exhaustive, pytest.mark.odd])
+    return [
+        pytest.param(entry, id=str(entry), marks=() if entry in fast else marks[i % 2])
+        for i, entry in enumerate(entries)
+    ]
 
 
 def assert_same(got: Iterable, want: Iterable) -> None:

@@ -131,7 +131,8 @@ def pool_and_queries(width):
     return dataclasses.replace(cache, kv=block + cache.kv), jnp.ones((3, 4, width))
 
 
-@pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [16, 128])
 def test_64_bit_integers_change_nothing(width):
     cache, q = pool_and_queries(width)
     keys = jnp.ones((3, KV_HEADS, width))

@@ -42,13 +42,7 @@ by_small_entry = pytest.mark.parametrize(
 TYPICAL = typical_entries()
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(entry, id=str(entry), marks=() if entry in TYPICAL else pytest.mark.exhaustive)
-        for entry in covering_entries()
-    ],
-)
+@pytest.mark.parametrize("entry", conformance.halves(covering_entries(), TYPICAL))
 def test_what_is_live_is_read_and_nothing_else(entry, capsys):
     inputs = build(entry.case)
     got = run(entry, inputs)

@@ -95,6 +95,7 @@ def test_attention_can_be_mapped_over_queries(operands):
         np.testing.assert_allclose(out[i], jax.jit(one)(batch[i]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_heads_can_be_sharded(kind, operands):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])

@@ -52,14 +52,7 @@ OTHERS = (
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        pytest.param(
-            entry,
-            id=str(entry),
-            marks=() if entry in TYPICAL | {*OTHERS} else pytest.mark.exhaustive,
-        )
-        for entry in (*covering_entries(), *OTHERS)
-    ],
+    conformance.halves((*covering_entries(), *OTHERS), TYPICAL | {*OTHERS}),
 )
 def test_what_is_live_is_read_and_nothing_else(entry):
     inputs = build(entry.case)

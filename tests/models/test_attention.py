@@ -41,7 +41,10 @@ def paged_step(num_heads: int, num_kv_heads: int):
     return step
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "block_size"), [(4, 2, 2), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "block_size"),
+    [pytest.param(4, 2, 2, marks=pytest.mark.exhaustive), (3, 1, 1)],
+)
 def test_dense_and_paged_agree(num_heads, num_kv_heads, block_size, rng):
     total = [length + STEPS for length in LENGTHS]
     q = [heads(rng, count, num_heads) for count in total]

@@ -79,7 +79,7 @@ def test_paged_logits_equal_the_reference_and_the_dense_form(models, name):
     [
         "llama",
         "llama_tied_bias",
-        "llama_mqa_hd",
+        pytest.param("llama_mqa_hd", marks=pytest.mark.exhaustive),
         pytest.param("llama_mha", marks=pytest.mark.exhaustive),
     ],
 )
