@@ -1,7 +1,8 @@
 """A small set of entries in which every two values of two factors meet, where they may meet.
 
 The full product takes an hour to compile, and a kernel that fails to compile mostly does so
-for one value or for two that meet (a head count with a block size).
+for one value or for two that meet (a head count with a block size). A dtype may fail in one kernel
+on one target, which is three: those meet too.
 """
 
 import functools
@@ -10,7 +11,7 @@ import itertools
 
 from tests.aot.shapes import FACTORS, Entry, is_served
 
-STRENGTH = tuple(itertools.combinations(FACTORS, 2))
+STRENGTH = (*itertools.combinations(FACTORS, 2), ("target", "kernel", "pool"))
 """The factors all of whose values meet."""
 
 
