@@ -21,6 +21,10 @@ from pallas_kernels.options import MASKED, Options
 plgpu = compat.mosaic_gpu()
 
 
+LANES = 128
+"""8-bit lanes that are widened at once, a swizzled line: all 256 of a head spill registers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a body is specialised for."""
@@ -161,14 +165,16 @@ def operands(refs: Any, shape: Shape, stage: Any, live: tuple[Any, Any]) -> tupl
     begin, end = live
     keys, values = refs.keys.at[stage], refs.values.at[stage]
 
-    # Not in parts, which would take fewer registers: layout inference then finds no solution.
     def clean(numbers: jax.Array) -> jax.Array:
         key = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 0)
         return jnp.where((key >= begin) & (key < end), numbers, jnp.zeros((), numbers.dtype))
 
     if shape.has_scales:
-        refs.wide_keys[...] = _widen(keys[...], shape.compute[0])
-        refs.wide_values[...] = clean(_widen(values[...], shape.compute[1]))
+        width = min(LANES, shape.heads.head_dim)
+        for lane in range(0, shape.heads.head_dim, width):
+            lanes = pl.ds(lane, width)
+            refs.wide_keys[:, lanes] = _widen(keys[:, lanes], shape.compute[0])
+            refs.wide_values[:, lanes] = clean(_widen(values[:, lanes], shape.compute[1]))
         plgpu.commit_smem()
         return refs.wide_keys, refs.wide_values
 

@@ -19,7 +19,7 @@ import jax
 
 from tests.aot import resources
 from tests.aot.gpu_programs import calls, program
-from tests.aot.gpu_shapes import is_mosaic
+from tests.aot.gpu_shapes import SHAPES, is_mosaic
 from tests.aot.resources import Kernel
 from tests.aot.shapes import Entry
 from tests.aot.targets import GPU_TARGETS, compile_for, device_of, reason, report
@@ -47,7 +47,7 @@ class Bounds:
 
     registers: int
     shared_bytes: int
-    spill_bytes: int = 0
+    spill_bytes: int = 0  # with heads of 256; others spill nothing
 
 
 BOUNDS = {
@@ -55,8 +55,9 @@ BOUNDS = {
     "triton_prefill": Bounds(registers=255, shared_bytes=164 << 10),
     "triton_copy": Bounds(registers=64, shared_bytes=0),
     "mosaic_decode": Bounds(registers=255, shared_bytes=227 << 10),
-    # Heads of 256 spill: 64 rows of them fill the registers. None chooses Triton, which does not.
-    "mosaic_prefill": Bounds(registers=255, shared_bytes=227 << 10, spill_bytes=1024),
+    # Heads of 256 spill: 64 rows of them fill the registers, and widening 8-bit numbers takes more.
+    # None chooses Triton, which does not spill.
+    "mosaic_prefill": Bounds(registers=255, shared_bytes=227 << 10, spill_bytes=2048),
 }
 """By kernel; a target that has less shared memory bounds it further."""
 
@@ -73,10 +74,10 @@ def faults(entry: Entry, result: Result) -> list[str]:
     name, expected = calls(entry)
     if (count := result.calls.count(name)) != expected:
         found.append(f"{count} calls of {name}, {expected} expected")
+    bounds, is_wide = BOUNDS[entry.kernel], SHAPES[entry.shape].head_dim > 128
     for kernel in result.kernels:
-        bounds = BOUNDS[entry.kernel]
         shared = min(bounds.shared_bytes, GPU_TARGETS[entry.target].block_shared_bytes)
-        if kernel.spill_bytes > bounds.spill_bytes:
+        if kernel.spill_bytes > (bounds.spill_bytes if is_wide else 0):
             found.append(f"{kernel.name} spills {kernel.spill_bytes} bytes")
         if kernel.registers > bounds.registers:
             found.append(f"{kernel.name} takes {kernel.registers} registers")
