@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 
-from tests.aot.gpu_compile import ROOT, Result, compile_all, faults
+from tests.aot.gpu_compile import BOUNDS, ROOT, Result, compile_all, faults
 from tests.aot.gpu_shapes import FACTORS, SHAPES, is_offered, op_of, refusal, served_entries
 from tests.aot.shapes import Entry
 
