@@ -105,7 +105,8 @@ class PrefixCache:
             parent = entry.digest
         num_tokens = len(block_ids) * self.block_size
         if num_tokens < limit:
-            block, num_common = self._longest_common(parent, tokens[num_tokens:limit])
+            end = min(num_tokens + self.block_size, limit)
+            block, num_common = self._longest_common(parent, tokens[num_tokens:end])
             num_tokens += num_common
             block_ids += [block] if num_common else []
         num_tokens = min(num_tokens, limit)
