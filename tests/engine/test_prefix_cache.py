@@ -625,7 +625,7 @@ def test_cache_naive_model_ledger_and_contents_agree_on_random_histories(shape):
     run_state_machine_as_test(
         functools.partial(Histories, *shape),
         settings=hypothesis.settings(
-            max_examples=10,
+            max_examples=6,
             stateful_step_count=200,
             deadline=None,
             derandomize=True,
