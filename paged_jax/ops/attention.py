@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax import core
 from paged_jax.core import KVCache
-from paged_jax.ops import xla
+from paged_jax.ops import kernels, xla
 from paged_jax.ops.dispatch import Backend, check_backend, run
 
 SMALLEST_CAP = 1e-6
@@ -69,28 +69,12 @@ def paged_decode(
         raise ValueError(f"block_tables {tables.shape} must have at least one block per row")
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     rows = q.shape[0] if num_rows is None else num_rows
-
-    def on_tpu(*operands):
-        from paged_jax.ops import tpu
-
-        return tpu.paged_decode(*operands, attention=attention, interpret=interpret)
-
-    def on_gpu(*operands, backend):
-        from paged_jax.ops import gpu
-
-        options = {"attention": attention, "interpret": interpret}
-        return gpu.paged_decode(*operands, backend=backend, **options)
-
     out, lse = run(
         backend,
         cache,
         q.shape[1],
         functools.partial(xla.decode, attention=attention),
-        {
-            "pallas_tpu": on_tpu,
-            "pallas_triton": functools.partial(on_gpu, backend="pallas_triton"),
-            "mosaic_gpu": functools.partial(on_gpu, backend="mosaic_gpu"),
-        },
+        kernels.by_backend(kernels.paged_decode, attention=attention, interpret=interpret),
         q,
         cache,
         jnp.asarray(layer, jnp.int32),
@@ -161,28 +145,12 @@ def paged_prefill(
         raise ValueError(f"block_tables {tables.shape} must have at least one block per row")
     attention = _options(sm_scale, sliding_window, soft_cap, return_lse)
     end = count if num_rows is None else num_rows
-
-    def on_tpu(*operands):
-        from paged_jax.ops import tpu
-
-        return tpu.paged_prefill(*operands, attention=attention, interpret=interpret)
-
-    def on_gpu(*operands, backend):
-        from paged_jax.ops import gpu
-
-        options = {"attention": attention, "interpret": interpret}
-        return gpu.paged_prefill(*operands, backend=backend, **options)
-
     out, lse = run(
         backend,
         cache,
         q.shape[1],
         functools.partial(xla.prefill, attention=attention),
-        {
-            "pallas_tpu": on_tpu,
-            "pallas_triton": functools.partial(on_gpu, backend="pallas_triton"),
-            "mosaic_gpu": functools.partial(on_gpu, backend="mosaic_gpu"),
-        },
+        kernels.by_backend(kernels.paged_prefill, attention=attention, interpret=interpret),
         q,
         cache,
         jnp.asarray(layer, jnp.int32),

@@ -1,6 +1,7 @@
 """Writing and copying in the KV pool: argument checks and the choice of a backend."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax import core
 from paged_jax.core import KVCache
-from paged_jax.ops.dispatch import Backend, Kernels, check_backend, run
+from paged_jax.ops import kernels, tpu
+from paged_jax.ops.dispatch import Backend, check_backend, run
 
 
 def write_kv(
@@ -48,18 +50,21 @@ def write_kv(
     ):
         raise ValueError(f"keys ({keys.dtype}) and values ({values.dtype}) must be floating point")
 
-    def on_tpu(*operands):
-        from paged_jax.ops import tpu
-
-        return tpu.write_kv(*operands, interpret=interpret)
-
     # Tags are no concern of a kernel, and need not pass through it.
     bare = dataclasses.replace(cache, tags=None)
-    layer = jnp.asarray(layer, jnp.int32)
-    heads = cache.num_kv_heads
-    # On GPU it is XLA's scatter, into which what makes the keys is fused.
-    kernels: Kernels = {"pallas_tpu": on_tpu}
-    written = run(backend, cache, heads, core.write, kernels, bare, layer, keys, values, slots)
+    written = run(
+        backend,
+        cache,
+        cache.num_kv_heads,
+        core.write,
+        # On GPU it is XLA's scatter, into which what makes the keys is fused.
+        {"pallas_tpu": functools.partial(tpu.write_kv, interpret=interpret)},
+        bare,
+        jnp.asarray(layer, jnp.int32),
+        keys,
+        values,
+        slots,
+    )
     return dataclasses.replace(written, tags=cache.tags)
 
 
@@ -82,19 +87,15 @@ def copy_kv(
     """
     check_backend(backend, interpret)
     src, dst = core.as_lists(src=src, dst=dst)
-
-    def on_tpu(*operands):
-        from paged_jax.ops import tpu
-
-        return tpu.copy_kv(*operands, interpret=interpret)
-
-    def on_gpu(*operands):
-        from paged_jax.ops import gpu
-
-        return gpu.copy_kv(*operands, interpret=bool(interpret))
-
     bare = dataclasses.replace(cache, tags=None)
-    kernels: Kernels = {"pallas_tpu": on_tpu, "pallas_triton": on_gpu, "mosaic_gpu": on_gpu}
-    heads = cache.num_kv_heads
-    copied = run(backend, cache, heads, core.copy_blocks, kernels, bare, src, dst)
+    copied = run(
+        backend,
+        cache,
+        cache.num_kv_heads,
+        core.copy_blocks,
+        kernels.by_backend(kernels.copy_kv, interpret=interpret),
+        bare,
+        src,
+        dst,
+    )
     return dataclasses.replace(copied, tags=core.copy_tags(cache.tags, src, dst))
