@@ -1,11 +1,11 @@
 """What every attention kernel must do, whatever its backend: checks of one entry of a table.
 
 A table of a backend has entries with `kernel` ("decode" or "prefill"), `rows` ("all" or "some"),
-`return_lse`, `has_sinks`, `case` and `tolerances`; `run` is the backend's own, made of `call`.
+`return_lse`, `has_sinks`, `case` and `tolerances`; `run` is `tests.kernels.table.Table.run`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,10 +23,7 @@ from tests.kernels.cases import (
 )
 
 Run = Callable[..., tuple[np.ndarray, np.ndarray | None]]
-"""run(entry, inputs, rows=None, **changed): outputs and log-sum-exp, see `call`."""
-
-SHAPES = ("head_dim", "group", "num_kv_heads", "block_size")
-"""Factors that are no kernel, dtype or option."""
+"""run(entry, inputs, rows=None, **changed): outputs and log-sum-exp, see `Table.run`."""
 
 WINDOW = 4
 """Of the entries that are worked by hand."""
@@ -40,54 +37,10 @@ def row_range(entry: Any) -> tuple[int, int]:
     return (0 if entry.kernel == "decode" else 2), num_rows - 1
 
 
-def typical(entries: Sequence[Any], factors: dict[str, Sequence]) -> set[Any]:
-    """A few of the entries, in which every kernel, dtype and option occurs."""
-    missing = {
-        (name, value) for name, values in factors.items() for value in values if name not in SHAPES
-    }
-    chosen = set()
-    while missing:
-        # Few heads compile and run faster.
-        best = max(
-            entries,
-            key=lambda entry: (
-                len(missing & set(entry._asdict().items())),
-                -entry.group * entry.num_kv_heads,
-            ),
-        )
-        chosen.add(best)
-        missing -= set(best._asdict().items())
-    return chosen
-
-
-def call(
-    program: Callable[..., tuple],
-    entry: Any,
-    inputs: Inputs,
-    rows: tuple[int, int] | None = None,
-    **changed: Any,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Outputs and log-sum-exp of a program; `changed` are arrays of `inputs` to replace."""
-    inputs = dataclasses.replace(inputs, **changed)
-    first_row, num_rows = row_range(entry) if rows is None else rows
-    out, lse = program(
-        inputs.decode_q if entry.kernel == "decode" else inputs.prefill_q,
-        inputs.cache.kv,
-        inputs.cache.scales if inputs.cache.is_quantized else None,
-        inputs.block_tables,
-        inputs.context_lens,
-        inputs.query_starts,
-        inputs.sinks,
-        jnp.int32(first_row),
-        jnp.int32(num_rows),
-    )
-    return np.asarray(out), None if lse is None else np.asarray(lse)
-
-
 def expected(
     entry: Any, inputs: Inputs, rows: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `call` must return, from the oracle."""
+    """What `run` must return, from the oracle."""
     first_row, num_rows = row_range(entry) if rows is None else rows
     if entry.kernel == "decode":
         out, lse = expected_decode(inputs, entry.case)
@@ -110,7 +63,7 @@ def check(entry: Any, got: tuple, want: tuple) -> None:
         np.testing.assert_allclose(lse, want[1], **lse_tolerance, strict=True)
 
 
-def halves(entries: Sequence[Any], fast: set[Any]) -> list[Any]:
+def halves(entries: Sequence[Any], fast: Set[Any]) -> list[Any]:
     """Entries as cases: the fast set, and of the others every second one marked "even" or "odd".
 
     .ci/run interprets one half with each end of JAX's range.

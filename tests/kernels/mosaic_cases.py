@@ -4,20 +4,18 @@ A case costs seconds, to compile and to run, so shapes are small: a stage has 64
 longest row has more stages than the pipeline.
 """
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from pallas_kernels.compat import mosaic_interpret_params
 from pallas_kernels.gpu.config import MosaicDecodeConfig, MosaicPrefillConfig
 from pallas_kernels.gpu.mosaic_decode import paged_decode
 from pallas_kernels.gpu.mosaic_prefill import paged_prefill
-from tests.cover import Value, pairwise
-from tests.kernels.cases import LAYER, SM_SCALE, TOLERANCES, Case, Inputs
-from tests.kernels.conformance import WINDOW, call, typical
+from tests.cover import Value
+from tests.kernels.cases import TOLERANCES, Case
+from tests.kernels.conformance import WINDOW
+from tests.kernels.table import Table
 
 FACTORS = {
     "kernel": ("decode", "prefill"),
@@ -117,48 +115,14 @@ def may_meet(left: Value, right: Value) -> bool:
     return not (values.get("num_programs", 1) != 1 and values.get("kernel") == "prefill")
 
 
-@functools.cache
-def covering_entries() -> tuple[Entry, ...]:
-    """Entries in which every two values of two factors meet that may."""
-    return tuple(Entry(**combination) for combination in pairwise(FACTORS, may_meet))
+def attend(entry: Entry, *operands: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel of an entry with its stages."""
+    options["interpret"] = mosaic_interpret_params()
+    stages = {"block_k": entry.block_k, "num_stages": entry.num_stages}
+    if entry.kernel == "decode":
+        config = MosaicDecodeConfig(num_programs=entry.num_programs, **stages)
+        return paged_decode(*operands, config=config, **options)
+    return paged_prefill(*operands, config=MosaicPrefillConfig(**stages), **options)
 
 
-def typical_entries() -> set[Entry]:
-    """A few of the entries, in which every kernel, dtype and option occurs."""
-    return typical(covering_entries(), FACTORS)
-
-
-@functools.lru_cache(maxsize=8)
-def compiled(entry: Entry) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    """The kernel of an entry as a program: other lengths, tables and values compile nothing."""
-
-    @jax.jit
-    def run(q, kv, scales, block_tables, context_lens, query_starts, sinks, first_row, num_rows):
-        case = entry.case
-        options = {
-            "sm_scale": SM_SCALE,
-            "num_kv_heads": case.num_kv_heads,
-            "scales": scales,
-            "sliding_window": case.sliding_window,
-            "soft_cap": case.soft_cap,
-            "sinks": sinks,
-            "num_rows": num_rows,
-            "return_lse": entry.return_lse,
-            "interpret": mosaic_interpret_params(),
-        }
-        stages = {"block_k": entry.block_k, "num_stages": entry.num_stages}
-        operands = q, kv, LAYER, block_tables, context_lens
-        if entry.kernel == "decode":
-            config = MosaicDecodeConfig(num_programs=entry.num_programs, **stages)
-            return paged_decode(*operands, config=config, **options)
-        config = MosaicPrefillConfig(**stages)
-        return paged_prefill(*operands, query_starts, first_row=first_row, config=config, **options)
-
-    return run
-
-
-def run(
-    entry: Entry, inputs: Inputs, rows: tuple[int, int] | None = None, **changed: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Outputs and log-sum-exp of an entry; `changed` are arrays of `inputs` to replace."""
-    return call(compiled(entry), entry, inputs, rows, **changed)
+TABLE = Table(Entry, FACTORS, may_meet, attend)

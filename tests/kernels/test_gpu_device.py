@@ -25,7 +25,7 @@ from tests.kernels.cases import (
     expected_decode,
     expected_prefill,
 )
-from tests.kernels.triton_cases import covering_entries
+from tests.kernels.triton_cases import TABLE
 
 if jax.default_backend() != "gpu":
     # Not a mark on each of hundreds of tests.
@@ -91,7 +91,7 @@ def test_the_table_of_cases_on_the_device(backend, op, case):
     run(op, backend, case)
 
 
-@pytest.mark.parametrize("entry", covering_entries(), ids=str)
+@pytest.mark.parametrize("entry", TABLE.entries, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_every_two_options_meet_on_the_device(backend, entry):
     run(f"paged_{entry.kernel}", backend, entry.case)

@@ -14,7 +14,7 @@ from pallas_kernels import compat
 from tests.kernels import conformance
 from tests.kernels.cases import TOLERANCES, build
 from tests.kernels.conformance import WINDOW, by_hand, check, expected
-from tests.kernels.mosaic_cases import Entry, covering_entries, run, typical_entries
+from tests.kernels.mosaic_cases import TABLE, Entry
 
 pytestmark = [
     pytest.mark.skipif(
@@ -39,34 +39,35 @@ DECODE, PREFILL = (
     for kernel in ("decode", "prefill")
 )
 by_kernel = pytest.mark.parametrize("entry", [DECODE, PREFILL], ids=["decode", "prefill"])
-TYPICAL = typical_entries()
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        pytest.param(entry, id=str(entry), marks=() if entry in TYPICAL else pytest.mark.exhaustive)
-        for entry in covering_entries()
+        pytest.param(
+            entry, id=str(entry), marks=() if entry in TABLE.typical else pytest.mark.exhaustive
+        )
+        for entry in TABLE.entries
     ],
 )
 def test_what_is_live_is_read_and_nothing_else(entry):
     inputs = build(entry.case)
-    check(entry, run(entry, inputs), expected(entry, inputs))
+    check(entry, TABLE.run(entry, inputs), expected(entry, inputs))
 
 
 @by_kernel
 def test_dead_slots_do_not_change_a_bit(entry):
-    conformance.dead_slots_do_not_change_a_bit(run, entry, (1e3, np.nan))
+    conformance.dead_slots_do_not_change_a_bit(TABLE.run, entry, (1e3, np.nan))
 
 
 @by_kernel
 def test_table_entries_past_the_length_name_no_block(entry):
-    conformance.table_entries_past_the_length_name_no_block(run, entry)
+    conformance.table_entries_past_the_length_name_no_block(TABLE.run, entry)
 
 
 @by_kernel
 def test_rows_of_nothing_are_zero(entry):
-    conformance.rows_of_nothing_are_zero(run, entry)
+    conformance.rows_of_nothing_are_zero(TABLE.run, entry)
 
 
 @by_kernel
@@ -82,7 +83,7 @@ def test_cases_worked_by_hand(entry):
     # The sink of head 0 has the logit of a key, 0; that of head 1 is as good as none.
     inputs = by_hand(entry.case, rows, [0.0, -1e9])
     kv = inputs.cache.kv.astype(jnp.bfloat16)
-    out, lse = run(
+    out, lse = TABLE.run(
         entry, dataclasses.replace(inputs, cache=dataclasses.replace(inputs.cache, kv=kv))
     )
     # Values over the number of keys, which the sink makes one more.
@@ -100,13 +101,13 @@ def test_large_logits_do_not_overflow(entry):
         (q * jnp.bfloat16(1e3)).astype(q.dtype) for q in (inputs.decode_q, inputs.prefill_q)
     )
     inputs = dataclasses.replace(inputs, decode_q=decode_q, prefill_q=prefill_q)
-    check(entry, run(entry, inputs), expected(entry, inputs))
+    check(entry, TABLE.run(entry, inputs), expected(entry, inputs))
 
 
 def test_programs_that_share_a_row_compute_what_one_does():
     entry = Entry("decode", 64, 2, 1, 8, has_cap=True, has_sinks=True)
     inputs = build(entry.case)
-    want, got = (run(e, inputs) for e in (entry, entry._replace(num_programs=4)))
+    want, got = (TABLE.run(e, inputs) for e in (entry, entry._replace(num_programs=4)))
     is_split = inputs.context_lens > entry.block_k
     assert 0 < np.sum(is_split) < len(is_split)
     assert np.any(got[1][is_split] != want[1][is_split])

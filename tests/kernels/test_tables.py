@@ -1,22 +1,21 @@
 """The tables of cases hold what they promise; nothing is compiled."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from tests.cover import pairwise
 from tests.kernels import tpu_cases, triton_cases
-from tests.kernels.conformance import SHAPES
+from tests.kernels.table import SHAPES
 
-MOST_ENTRIES = {tpu_cases: 66, triton_cases: 80}
-by_table = pytest.mark.parametrize(
-    "table", MOST_ENTRIES, ids=lambda module: module.__name__.split(".")[-1]
-)
+MOST_ENTRIES = {tpu_cases.TABLE: 66, triton_cases.TABLE: 80}
+by_table = pytest.mark.parametrize("table", MOST_ENTRIES, ids=["tpu_cases", "triton_cases"])
 
 
 @by_table
 def test_every_two_values_that_may_meet_do(table):
-    factors, entries = table.FACTORS, table.covering_entries()
+    factors, entries = table.factors, table.entries
     for left, right in itertools.combinations(factors, 2):
         met = {(getattr(entry, left), getattr(entry, right)) for entry in entries}
         assert met == {
@@ -28,20 +27,19 @@ def test_every_two_values_that_may_meet_do(table):
 
 @by_table
 def test_the_readme_runs_every_kernel_and_option(table):
-    for name in set(table.FACTORS) - set(SHAPES):
-        assert {getattr(entry, name) for entry in table.typical_entries()} == set(
-            table.FACTORS[name]
-        )
-    assert table.typical_entries() < set(table.covering_entries())
+    for name in set(table.factors) - set(SHAPES):
+        assert {getattr(entry, name) for entry in table.typical} == set(table.factors[name])
+    assert table.typical < set(table.entries)
 
 
 @by_table
 def test_cases_are_few_and_the_same_every_time(table):
-    entries = table.covering_entries()
-    assert table.Entry._fields == tuple(table.FACTORS)
+    entries = table.entries
+    assert table.entry._fields == tuple(table.factors)
     assert len(entries) <= MOST_ENTRIES[table]
     assert len(set(map(str, entries))) == len(entries)
-    assert entries == table.covering_entries.__wrapped__()
+    # Chosen anew by one that has chosen none yet.
+    assert entries == dataclasses.replace(table).entries
 
 
 def test_values_that_may_not_meet_do_not():

@@ -9,8 +9,9 @@ import pytest
 from pallas_kernels.gpu import triton_decode, triton_prefill, triton_softmax
 from tests.kernels import conformance
 from tests.kernels.cases import TOLERANCES, build
-from tests.kernels.conformance import assert_same, call, check, expected
-from tests.kernels.triton_cases import Entry, compiled, covering_entries, run, typical_entries
+from tests.kernels.conformance import assert_same, check, expected
+from tests.kernels.table import call
+from tests.kernels.triton_cases import TABLE, Entry
 
 # One head with two queries and blocks of four; the cheapest to compile. Those of float32 have a
 # window of 4 and sinks.
@@ -42,7 +43,6 @@ by_small_entry = pytest.mark.parametrize(
         for key, entry in SMALL.items()
     ],
 )
-TYPICAL = typical_entries()
 # Four heads a row, of which some are missing; pools that are wider or narrower than queries.
 OTHERS = (
     Entry("decode", 32, 5, 1, 4, "float32", "bfloat16", "packed", "long", num_programs=9),
@@ -52,41 +52,41 @@ OTHERS = (
 
 @pytest.mark.parametrize(
     "entry",
-    conformance.halves((*covering_entries(), *OTHERS), TYPICAL | {*OTHERS}),
+    conformance.halves((*TABLE.entries, *OTHERS), TABLE.typical | {*OTHERS}),
 )
 def test_what_is_live_is_read_and_nothing_else(entry):
     inputs = build(entry.case)
-    check(entry, run(entry, inputs), expected(entry, inputs))
+    check(entry, TABLE.run(entry, inputs), expected(entry, inputs))
 
 
 @by_small_entry
 def test_dead_slots_do_not_change_a_bit(entry):
     poisons = (1.0, 1e3, np.nan, np.inf, -np.inf)
-    conformance.dead_slots_do_not_change_a_bit(run, entry, poisons)
+    conformance.dead_slots_do_not_change_a_bit(TABLE.run, entry, poisons)
 
 
 @by_small_entry
 def test_table_entries_past_the_length_name_no_block(entry):
-    conformance.table_entries_past_the_length_name_no_block(run, entry)
+    conformance.table_entries_past_the_length_name_no_block(TABLE.run, entry)
 
 
 @by_small_entry
 def test_rows_of_nothing_are_zero(entry):
-    conformance.rows_of_nothing_are_zero(run, entry)
+    conformance.rows_of_nothing_are_zero(TABLE.run, entry)
 
 
 @by_small_entry
 def test_rows_come_out_alike_in_any_order(entry):
-    conformance.rows_come_out_alike_in_any_order(run, entry)
+    conformance.rows_come_out_alike_in_any_order(TABLE.run, entry)
 
 
 @pytest.mark.parametrize("entry", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_cases_worked_by_hand(entry):
-    conformance.cases_worked_by_hand_are_right(run, entry)
+    conformance.cases_worked_by_hand_are_right(TABLE.run, entry)
 
 
 def test_a_window_is_the_same_in_every_split_of_a_prompt():
-    conformance.a_window_is_the_same_in_every_split_of_a_prompt(run, DECODE, PREFILL)
+    conformance.a_window_is_the_same_in_every_split_of_a_prompt(TABLE.run, DECODE, PREFILL)
 
 
 @pytest.mark.parametrize("entry", [DECODE, PREFILL], ids=["decode", "prefill"])
@@ -95,7 +95,7 @@ def test_large_logits_do_not_overflow(entry):
     inputs = dataclasses.replace(
         inputs, decode_q=inputs.decode_q * 1e3, prefill_q=inputs.prefill_q * 1e3
     )
-    check(entry, run(entry, inputs), expected(entry, inputs))
+    check(entry, TABLE.run(entry, inputs), expected(entry, inputs))
 
 
 # The longest row that one program has, where as many share the keys: three tiles, one tile.
@@ -105,7 +105,7 @@ def test_large_logits_do_not_overflow(entry):
 def test_programs_that_share_a_row_compute_what_one_does(num_programs, longest):
     entry = Entry("decode", 16, 2, 1, 4, has_cap=True, has_sinks=True)
     inputs = build(entry.case)
-    want, got = (run(e, inputs) for e in (entry, entry._replace(num_programs=num_programs)))
+    want, got = (TABLE.run(e, inputs) for e in (entry, entry._replace(num_programs=num_programs)))
     check(entry, want, expected(entry, inputs))
     is_split = inputs.context_lens > longest
     assert 0 < np.sum(is_split) < len(is_split)
@@ -130,7 +130,7 @@ def reads_of(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[se
     for module in (triton_decode, triton_prefill):
         monkeypatch.setattr(module, "attend", noted)
     # Not the program of another test, which notes nothing.
-    call(compiled.__wrapped__(entry), entry, build(entry.case))
+    call(TABLE.program(entry), entry, build(entry.case))
     jax.effects_barrier()
     return found
 

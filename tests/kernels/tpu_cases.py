@@ -5,22 +5,20 @@ of 128, and the longest row has a few of them.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import numpy as np
 
 from pallas_kernels.compat import tpu_interpret_params
 from pallas_kernels.tpu import decode_kernel, tables
 from pallas_kernels.tpu.config import DecodeConfig, PrefillConfig
 from pallas_kernels.tpu.decode import paged_decode
 from pallas_kernels.tpu.prefill import paged_prefill
-from tests.cover import Value, pairwise
-from tests.kernels.cases import LAYER, SM_SCALE, TOLERANCES, Case, Inputs
-from tests.kernels.conformance import WINDOW, call, typical
+from tests.cover import Value
+from tests.kernels.cases import TOLERANCES, Case
+from tests.kernels.conformance import WINDOW
+from tests.kernels.table import Table
 
 # Queries of prefill are scaled and rounded to bfloat16 once more: 2^-9 of each product, and logits
 # of up to 15 here, where probabilities and logits then move by 1 or 2 in 100.
@@ -134,63 +132,30 @@ def may_meet(left: Value, right: Value) -> bool:
     return not (is_decode and values.get("kernel") == "prefill")
 
 
-@functools.cache
-def covering_entries() -> tuple[Entry, ...]:
-    """Entries in which every two values of two factors meet that may."""
-    return tuple(Entry(**combination) for combination in pairwise(FACTORS, may_meet))
-
-
-def typical_entries() -> set[Entry]:
-    """A few of the entries, in which every kernel, dtype and option occurs."""
-    return typical(covering_entries(), FACTORS)
-
-
-@functools.lru_cache(maxsize=8)
-def compiled(entry: Entry) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    """The kernel of an entry as a program: other lengths, tables and values compile nothing."""
-
-    @jax.jit
-    def run(q, kv, scales, block_tables, context_lens, query_starts, sinks, first_row, num_rows):
-        case = entry.case
-        options = {
-            "sm_scale": SM_SCALE,
-            "num_kv_heads": case.num_kv_heads,
-            "scales": scales,
-            "sliding_window": case.sliding_window,
-            "soft_cap": case.soft_cap,
-            "sinks": sinks,
-            "num_rows": num_rows,
-            "return_lse": entry.return_lse,
-            "interpret": dataclasses.replace(tpu_interpret_params(), dma_execution_mode=entry.dma),
-        }
-        pool_heads = kv.shape[2] // 2
-        heads = 1 if entry.heads_at_once == "one" else pool_heads
-        limit = tables.SMEM_TABLE_BYTES if entry.table == "smem" else 0
-        # Half a chunk or less.
-        part = 64 if entry.edge == "parts" else decode_kernel.PART_TOKENS
-        with (
-            mock.patch.object(tables, "SMEM_TABLE_BYTES", limit),
-            mock.patch.object(decode_kernel, "PART_TOKENS", part),
-        ):
-            if entry.kernel == "decode":
-                config = DecodeConfig(
-                    block_tokens=entry.chunk, heads_per_tile=heads, num_buffers=entry.num_buffers
-                )
-                operands = q, kv, LAYER, block_tables, context_lens
-                return paged_decode(*operands, config=config, **options)
-            config = PrefillConfig(
-                tile_tokens=16 if entry.group > 4 else 32,
-                chunk_tokens=entry.chunk,
-                heads_per_step=heads,
+def attend(
+    entry: Entry, q: jax.Array, kv: jax.Array, *operands: Any, **options: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel of an entry with its tiles and buffers, and with limits that make it use them."""
+    options["interpret"] = dataclasses.replace(tpu_interpret_params(), dma_execution_mode=entry.dma)
+    heads = 1 if entry.heads_at_once == "one" else kv.shape[2] // 2
+    limit = tables.SMEM_TABLE_BYTES if entry.table == "smem" else 0
+    # Half a chunk or less.
+    part = 64 if entry.edge == "parts" else decode_kernel.PART_TOKENS
+    with (
+        mock.patch.object(tables, "SMEM_TABLE_BYTES", limit),
+        mock.patch.object(decode_kernel, "PART_TOKENS", part),
+    ):
+        if entry.kernel == "decode":
+            config = DecodeConfig(
+                block_tokens=entry.chunk, heads_per_tile=heads, num_buffers=entry.num_buffers
             )
-            operands = q, kv, LAYER, block_tables, context_lens, query_starts
-            return paged_prefill(*operands, first_row=first_row, config=config, **options)
+            return paged_decode(q, kv, *operands, config=config, **options)
+        config = PrefillConfig(
+            tile_tokens=16 if entry.group > 4 else 32,
+            chunk_tokens=entry.chunk,
+            heads_per_step=heads,
+        )
+        return paged_prefill(q, kv, *operands, config=config, **options)
 
-    return run
 
-
-def run(
-    entry: Entry, inputs: Inputs, rows: tuple[int, int] | None = None, **changed: Any
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Outputs and log-sum-exp of an entry; `changed` are arrays of `inputs` to replace."""
-    return call(compiled(entry), entry, inputs, rows, **changed)
+TABLE = Table(Entry, FACTORS, may_meet, attend)

@@ -4,19 +4,17 @@ A case costs seconds to compile and little to run, so shapes are small: a tile h
 and the longest row has a few tiles.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from pallas_kernels.gpu.config import DecodeConfig, PrefillConfig
 from pallas_kernels.gpu.triton_decode import paged_decode
 from pallas_kernels.gpu.triton_prefill import paged_prefill
-from tests.cover import Value, pairwise
-from tests.kernels.cases import LAYER, SM_SCALE, TOLERANCES, Case, Inputs
-from tests.kernels.conformance import WINDOW, call, typical
+from tests.cover import Value
+from tests.kernels.cases import TOLERANCES, Case
+from tests.kernels.conformance import WINDOW
+from tests.kernels.table import Table
 
 FACTORS = {
     "kernel": ("decode", "prefill"),
@@ -122,47 +120,14 @@ def may_meet(left: Value, right: Value) -> bool:
     return not (is_prefill and values.get("kernel") == "decode")
 
 
-@functools.cache
-def covering_entries() -> tuple[Entry, ...]:
-    """Entries in which every two values of two factors meet that may."""
-    return tuple(Entry(**combination) for combination in pairwise(FACTORS, may_meet))
+def attend(entry: Entry, *operands: Any, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel of an entry with its tiles."""
+    options["interpret"] = True
+    if entry.kernel == "decode":
+        config = DecodeConfig(block_k=entry.block_k, num_programs=entry.num_programs)
+        return paged_decode(*operands, config=config, **options)
+    config = PrefillConfig(block_k=entry.block_k, tile_rows=entry.tile_rows)
+    return paged_prefill(*operands, config=config, **options)
 
 
-def typical_entries() -> set[Entry]:
-    """A few of the entries, in which every kernel, dtype and option occurs."""
-    return typical(covering_entries(), FACTORS)
-
-
-@functools.lru_cache(maxsize=8)
-def compiled(entry: Entry) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    """The kernel of an entry as a program: other lengths, tables and values compile nothing."""
-
-    @jax.jit
-    def run(q, kv, scales, block_tables, context_lens, query_starts, sinks, first_row, num_rows):
-        case = entry.case
-        options = {
-            "sm_scale": SM_SCALE,
-            "num_kv_heads": case.num_kv_heads,
-            "scales": scales,
-            "sliding_window": case.sliding_window,
-            "soft_cap": case.soft_cap,
-            "sinks": sinks,
-            "num_rows": num_rows,
-            "return_lse": entry.return_lse,
-            "interpret": True,
-        }
-        operands = q, kv, LAYER, block_tables, context_lens
-        if entry.kernel == "decode":
-            config = DecodeConfig(block_k=entry.block_k, num_programs=entry.num_programs)
-            return paged_decode(*operands, config=config, **options)
-        config = PrefillConfig(block_k=entry.block_k, tile_rows=entry.tile_rows)
-        return paged_prefill(*operands, query_starts, first_row=first_row, config=config, **options)
-
-    return run
-
-
-def run(
-    entry: Entry, inputs: Inputs, rows: tuple[int, int] | None = None, **changed: Any
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Outputs and log-sum-exp of an entry; `changed` are arrays of `inputs` to replace."""
-    return call(compiled(entry), entry, inputs, rows, **changed)
+TABLE = Table(Entry, FACTORS, may_meet, attend)
