@@ -51,7 +51,7 @@ class Bounds:
 
 
 BOUNDS = {
-    "triton_decode": Bounds(registers=200, shared_bytes=96 << 10),
+    "triton_decode": Bounds(registers=255, shared_bytes=96 << 10),
     "triton_prefill": Bounds(registers=255, shared_bytes=164 << 10),
     "triton_copy": Bounds(registers=64, shared_bytes=0),
     "mosaic_decode": Bounds(registers=255, shared_bytes=227 << 10),
