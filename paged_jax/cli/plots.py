@@ -26,8 +26,8 @@ def check_can_plot() -> None:
 def timeline(events: Sequence[Event], path: str | PathLike[str]) -> None:
     """Draws requests, batch, blocks and latencies over the time of a run.
 
-    Preemptions are red lines through requests and blocks; P50 and P99 of the time to the first
-    token and to the end are lines across the latencies.
+    Preemptions are red ticks above requests and blocks; P50 and P99 of the time to the first token
+    and to the end are lines across the latencies.
 
     Args:
       events: Of one run, in order.
@@ -53,6 +53,7 @@ def timeline(events: Sequence[Event], path: str | PathLike[str]) -> None:
     batch.plot(at, tokens, ".", markersize=3, label="tokens of a dispatch")
     batch.plot(at, decode, ".", markersize=3, label="rows that decode")
     batch.set_ylabel("batch")
+    batch.set_yscale("log")
 
     free = [event.data["num_free"] for event in dispatches]
     cached = [event.data.get("num_cached", 0) for event in dispatches]
@@ -63,8 +64,9 @@ def timeline(events: Sequence[Event], path: str | PathLike[str]) -> None:
     _mark_preemptions(events, start, (queue, blocks))
     _draw_latencies(waits, events, start)
     waits.set_xlabel("seconds")
-    for axes in (queue, batch, blocks, waits):
+    for axes in (queue, blocks, waits):
         axes.set_ylim(bottom=0)
+    for axes in figure.axes:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, bbox_inches="tight")
 
@@ -141,10 +143,11 @@ def _palette(count: int) -> list[Any]:
 
 def _mark_preemptions(events: Sequence[Event], start: float, panels: tuple["Axes", ...]) -> None:
     times = [event.time - start for event in events if event.kind == "preempt"]
-    for axes in panels:
-        for i, time in enumerate(times):
-            label = f"preemptions: {len(times)}" if i == 0 else None
-            axes.axvline(time, color="red", linewidth=0.6, alpha=0.6, label=label)
+    for axes in panels if times else ():
+        height = [0.95] * len(times)
+        place = axes.get_xaxis_transform()
+        label = f"preemptions: {len(times)}"
+        axes.plot(times, height, "|", color="red", markersize=10, transform=place, label=label)
 
 
 def _draw_latencies(axes: "Axes", events: Sequence[Event], start: float) -> None:
