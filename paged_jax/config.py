@@ -9,9 +9,6 @@ from paged_jax.shapes import ceil_div
 # Options with one value today. They are fields so that code written for vLLM says what it relies
 # on, and any other value is refused rather than ignored.
 _ONLY: dict[str, Any] = {
-    "enable_prefix_caching": False,
-    "scheduling_policy": "fcfs",
-    "preemption_mode": "recompute",
     "tensor_parallel_size": 1,
     "kv_cache_dtype": "auto",
 }
@@ -42,9 +39,21 @@ class EngineConfig:
     """Raise if anything compiles after `warmup="all"`."""
     debug: bool = False
     """Audit the block state and compare it with the ledger after every dispatch."""
-    enable_prefix_caching: bool = False
-    scheduling_policy: str = "fcfs"
-    preemption_mode: str = "recompute"
+    enable_prefix_caching: bool = True
+    """Keep the KV of full blocks for later requests that begin with the same tokens."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """"priority": requests of a lower number first, each number in order of arrival."""
+    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    """What happens to the KV of a request that loses its row: computed again, kept on the host
+    while `swap_space` lasts, or whichever has been cheaper so far."""
+    swap_space: float = 4.0
+    """GiB of host memory for swapped requests."""
+    decode_steps: int = 8
+    """Most decode steps per dispatch, while no prompt is being computed and blocks last."""
+    overlap: bool = True
+    """Plan and issue a dispatch before the tokens of the one before have been read."""
+    max_step_retries: int = 2
+    """Failures in a row, without a token in between, after which the requests of a dispatch end."""
     tensor_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
 
@@ -53,12 +62,27 @@ class EngineConfig:
             given = getattr(self, name)
             if given != value:
                 raise NotImplementedError(f"{name}={given!r} is not built yet; use {value!r}")
-        for name in ("strict_compile", "debug"):
+        for name in ("strict_compile", "debug", "enable_prefix_caching", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be True or False")
         if not isinstance(self.seed, int):
             raise ValueError(f"seed ({self.seed!r}) must be an integer")
         _check_positive("max_num_seqs", self.max_num_seqs)
+        _check_positive("decode_steps", self.decode_steps)
+        for name, allowed in (
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("preemption_mode", ("recompute", "swap", "auto")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}"
+                )
+        space = self.swap_space
+        if isinstance(space, bool) or not isinstance(space, (int, float)) or not space >= 0:
+            raise ValueError(f"swap_space ({space!r}) must be a number of GiB of at least 0")
+        retries = self.max_step_retries
+        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+            raise ValueError(f"max_step_retries ({retries!r}) must be an integer of at least 0")
         for name in (
             "max_model_len",
             "block_size",
@@ -106,6 +130,12 @@ class ResolvedConfig:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    scheduling_policy: str = "fcfs"
+    preemption_mode: str = "recompute"
+    enable_prefix_caching: bool = False
+    decode_steps: int = 1
+    swap_blocks: int = 0
+    """Blocks that fit into `swap_space`."""
 
     @property
     def max_blocks_per_seq(self) -> int:

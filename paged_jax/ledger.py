@@ -188,10 +188,12 @@ class Ledger:
         self.retain(plan.retain_ids)
         for row, block_ids, num_tokens in plan.shares:
             self.share(row, block_ids, num_tokens)
-        for parent, child in plan.forks:
+        for parent, child in plan.forks + plan.branches:
             self.fork(parent, child)
         self.reindex(dict(plan.reindexed))
         self.truncate(dict(plan.truncated))
+        if plan.restored and not self.allocate(dict(plan.restored)).ok:
+            return LedgerAllocation(ok=False, reason=1)
         return self.allocate(plan.new_tokens)
 
     def _copies(self, new_tokens: Mapping[int, int]) -> list[int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,5 +58,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
+    error: str | None = None
+    """What went wrong, with the finish reason "error"."""
     num_blocks: int = field(default=0)
     """KV blocks held when this output was made, just before they are freed if finished."""

@@ -9,12 +9,16 @@ from typing import Any
 MAX_LOGPROBS = 20
 """Most likely tokens that can be listed per position."""
 
+MAX_CHOICES = 64
+"""Choices of one request."""
+
 MAX_TEMPERATURE = 1e6
 """Far past uniform, and finite in float32."""
 
 # Fields that act today. Every other field must keep its default: none is ignored in silence.
 _BUILT = frozenset(
     {
+        "n",
         "temperature",
         "top_p",
         "top_k",
@@ -63,6 +67,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise ValueError("top_p (0.0) must be in (0, 1]")
         _check_int("top_k", self.top_k, -1, None, "; 0 and -1 mean off")
+        _check_int("n", self.n, 1, MAX_CHOICES)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:

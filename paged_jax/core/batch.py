@@ -115,29 +115,38 @@ def make_batch(
 
 
 def make_decode_batch(
-    blocks: BlockState, *, tokens: jax.Array, positions: jax.Array, runs: jax.Array
+    blocks: BlockState,
+    *,
+    tokens: jax.Array,
+    positions: jax.Array,
+    runs: jax.Array,
+    row_ids: jax.Array | None = None,
 ) -> Batch:
-    """Lays out one decode token for each row of the state: token i is row i.
+    """Lays out one decode token for each row: token i is of row `row_ids[i]`.
 
     Args:
       blocks: Rows that run have room for their token.
-      tokens: i32[S].
-      positions: i32[S], of the tokens; a row may hold room for more after it.
-      runs: bool[S]; the other rows read nothing and write to the null block.
+      tokens: i32[R].
+      positions: i32[R], of the tokens; a row may hold room for more after it.
+      runs: bool[R]; the other rows read nothing and write to the null block.
+      row_ids: i32[R], rows of the state, S in padding; None: all S rows in order.
     """
     max_seqs = blocks.max_seqs
-    index = jnp.arange(max_seqs, dtype=jnp.int32)
-    rows = jnp.where(runs, index, max_seqs)
+    if row_ids is None:
+        row_ids = jnp.arange(max_seqs, dtype=jnp.int32)
+    count = row_ids.shape[0]
+    rows = jnp.where(runs, row_ids, max_seqs)
     positions = jnp.where(runs, positions, 0)
+    num_rows = count_to_last(rows < max_seqs)
     return Batch(
         tokens=jnp.where(runs, tokens, 0),
         positions=positions,
         rows=rows,
         slots=slot_mapping(blocks, rows, positions),
         row_ids=rows,
-        query_starts=jnp.arange(max_seqs + 1, dtype=jnp.int32),
+        query_starts=jnp.arange(count + 1, dtype=jnp.int32),
         context_lens=jnp.where(runs, positions + 1, 0),
-        num_decode=jnp.int32(max_seqs),
-        num_rows=jnp.int32(max_seqs),
+        num_decode=num_rows,
+        num_rows=num_rows,
         is_decode_only=True,
     )

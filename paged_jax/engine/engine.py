@@ -1,40 +1,55 @@
 """Requests in, tokens out: joins scheduler, ledger and runner, one dispatch per `step`."""
 
-import contextlib
+import dataclasses
+import logging
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence as Listed
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
-from paged_jax import core
+from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
+from paged_jax.engine import answer
+from paged_jax.engine.checks import Checker
 from paged_jax.engine.pool import resolve
-from paged_jax.engine.request import Request
+from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner, probe
-from paged_jax.engine.scheduler import SchedulerState, schedule
-from paged_jax.engine.shadow import Shadow
+from paged_jax.engine.scheduler import schedule
+from paged_jax.engine.scheduler_state import Fork, SchedulerState
 from paged_jax.engine.step import StepOutputs
-from paged_jax.engine.submission import Prompt, check_request
-from paged_jax.ledger import LedgerAllocation
+from paged_jax.engine.submission import Prompt, check_beam_request, check_request
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from paged_jax.outputs import FinishReason, RequestOutput
 from paged_jax.plan import Plan
 from paged_jax.sampling_params import SamplingParams
 
+_logger = logging.getLogger("paged_jax")
+
+
+@dataclass(kw_only=True)
+class _Issued:
+    """A dispatch whose results have not been read."""
+
+    plan: Plan
+    sequences: list[Sequence]
+    """One per segment: a result belongs to its sequence, whoever holds the row meanwhile."""
+    result: StepOutputs
+    start_time: float
+
 
 class Engine:
-    """Continuous batching over one model. Not thread-safe.
+    """Continuous batching over one model.
 
     Requests join and leave at every `step`. A request that does not fit waits; a running one that
-    cannot grow goes back to the queue and is computed again.
+    cannot grow goes back to the queue. `abort` may be called from any thread and at any moment;
+    everything else belongs to one thread at a time.
     """
 
     def __init__(
@@ -43,7 +58,7 @@ class Engine:
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Listed[int] = (),
         max_position: int | None = None,
     ) -> None:
         """Sizes the pool and makes it.
@@ -57,61 +72,102 @@ class Engine:
         Raises: ValueError for options that contradict each other or the model.
         """
         kv_dtype, self.vocab_size = probe(model)
-        self.config: ResolvedConfig = resolve(
-            config,
-            model.cache_spec(),
-            kv_dtype,
-            max_position,
-        )
+        self.config: ResolvedConfig = resolve(config, model.cache_spec(), kv_dtype, max_position)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = Runner(
             model,
             self.config,
             kv_dtype,
+            self.vocab_size,
             strict_compile=config.strict_compile,
             has_tags=config.debug,
         )
-        self.state = SchedulerState.create(self.config)
-        self._shadow = self._make_shadow(config.debug)
+        self.error: Exception | None = None
+        """Of the last dispatch that failed."""
+        self.fault: Callable[[str], None] | None = None
+        """Called at every fault point by its name; may raise. For tests."""
+        self._options = config
+        self._root = str(kv_dtype).encode()
+        self.state = SchedulerState.create(self.config, self._root)
+        self._checker = Checker(self.config) if config.debug else None
         self._requests: dict[str, Request] = {}
+        self._images: dict[Sequence, Any] = {}
+        self._planned: Plan | None = None
+        self._unread: _Issued | None = None
+        self._num_failures = 0
+        self._lock = threading.RLock()
         self._is_stepping = False
-        self._deferred_aborts: list[str] = []
+        self._aborts: deque[str] = deque()
         self._seeds = random.Random(config.seed)
         self._num_added = 0
-        self._num_preemptions = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._counts = dict.fromkeys(
+            ("num_preemptions", "prompt_tokens", "generation_tokens", "num_dispatches"), 0
+        )
         if config.warmup == "all":
             self.runner.warm_up()
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        """Checks a request and puts it at the end of the queue.
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Checks a request and puts it into the queue.
 
         Args:
           request_id: Unique among the unfinished requests.
           prompt: Text, token ids, or `{"prompt_token_ids": [...]}`.
-          params: Sampling fields.
+          params: Sampling fields, or those of a beam search.
+          priority: Lower is sooner, with `scheduling_policy="priority"`.
+          timeout: Seconds after which it ends with the reason "timeout".
         Raises: ValueError that names the field and the rule; NotImplementedError for a sampling
           field that does not act yet. Nothing is allocated then.
         """
-        self.add_requests([(request_id, prompt, params)])
+        self.add_requests([(request_id, prompt, params)], priority=priority, timeout=timeout)
 
-    def add_requests(self, requests: Sequence[tuple[str, Prompt, SamplingParams]]) -> None:
+    def add_requests(
+        self,
+        requests: Listed[tuple[str, Prompt, SamplingParams | BeamSearchParams]],
+        *,
+        priority: int | Listed[int] = 0,
+        timeout: float | None = None,
+    ) -> None:
         """Adds all of (request_id, prompt, params), or none when one of them is refused."""
-        taken = set(self._requests)
-        made = []
-        for request_id, prompt, params in requests:
-            if request_id in taken:
-                raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
-            taken.add(request_id)
-            made.append(
-                check_request(
-                    request_id, prompt, params, self.config, self.vocab_size, self.tokenizer
-                )
+        priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(requests):
+            raise ValueError(
+                f"priority ({len(priorities)}) must be as many as requests ({len(requests)})"
             )
-        for request in made:
-            self._add(request)
+        with self._lock:
+            taken = set(self._requests)
+            made = []
+            for (request_id, prompt, params), rank in zip(requests, priorities, strict=True):
+                if request_id in taken:
+                    raise ValueError(
+                        f"request_id {request_id!r} is in use by an unfinished request"
+                    )
+                taken.add(request_id)
+                check = (
+                    check_beam_request if isinstance(params, BeamSearchParams) else check_request
+                )
+                request = check(
+                    request_id,
+                    prompt,
+                    params,  # type: ignore[arg-type]
+                    self.config,
+                    self.vocab_size,
+                    self.tokenizer,
+                    self.eos_token_ids,
+                    priority=rank,
+                    timeout=timeout,
+                )
+                made.append(request)
+            for request in made:
+                self._add(request)
 
     def _add(self, request: Request) -> None:
         request.order = self._num_added
@@ -119,222 +175,364 @@ class Engine:
         if request.params.seed in (None, -1):
             request.seed = self._seeds.getrandbits(64)
         self._requests[request.request_id] = request
-        self.state.waiting.append(request)
-        self._prompt_tokens += len(request.prompt_token_ids)
+        self.state.add(request)
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one dispatch and returns the requests that advanced or ended in it.
+        """Issues one dispatch, and returns the requests that advanced or ended in the one before.
 
-        An error in the dispatch ends every request and leaves an empty, usable engine.
+        Without `overlap` it reads the dispatch that it issues. A dispatch that fails is discarded:
+        its requests are computed again with the tokens read so far, and after
+        `max_step_retries` failures in a row they end with the reason "error" (see `error`).
+        Anything that is no `Exception`, such as Ctrl-C, is raised after the same clean-up.
         """
-        self._is_stepping = True
-        with self._empty_on_error():
-            plan = schedule(self.state, self.config)
-            self._num_preemptions += len(plan.preempted)
-            outputs = [self._finish(self._requests[name], "length") for name in plan.capped]
-            now = time.monotonic()
-            for segment in plan.segments:
-                request = self._requests[segment.request_id]
-                if request.first_scheduled_time is None:
-                    request.first_scheduled_time = now
-            result = self._dispatch(plan)
-            if result is not None:
-                outputs += self._commit(plan, result)
-            deferred, self._deferred_aborts = self._deferred_aborts, []
-            outputs += [self._abort(name) for name in deferred if name in self._requests]
-            self._free_when_idle()
-        return outputs
+        with self._lock:
+            self._is_stepping = True
+            try:
+                outputs = self._take_aborts()
+                outputs += self._guarded(self._step)
+                outputs += self._take_aborts()
+                if not self._requests:
+                    outputs += self._guarded(self._drain)
+            finally:
+                self._is_stepping = False
+            return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request; its blocks are free after the next step. Unknown ids are ignored.
 
-        Called while a step runs (by a signal handler, or by a stream that the garbage collector
-        closes), it takes effect at the end of that step, which returns the output.
+        Called while a step runs (from another thread, by a signal handler, or by a stream that the
+        garbage collector closes), it takes effect in that step or the next, which returns the
+        output.
         """
         if request_id not in self._requests:
             return None
-        if self._is_stepping:
-            self._deferred_aborts.append(request_id)
+        if not self._lock.acquire(blocking=False):
+            self._aborts.append(request_id)
             return None
-        with self._empty_on_error():
-            output = self._abort(request_id)
-            self._free_when_idle()
-        return output
-
-    def _abort(self, request_id: str) -> RequestOutput:
-        request = self._requests[request_id]
-        if request.row is None:
-            self.state.waiting.remove(request)
-        return self._finish(request, "abort")
-
-    @contextlib.contextmanager
-    def _empty_on_error(self) -> Iterator[None]:
-        """An error in a dispatch takes the donated pool with it: start over without requests."""
         try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
+            if self._is_stepping:
+                self._aborts.append(request_id)
+                return None
+            output = self._abort(request_id)
+            if not self._requests:
+                self._guarded(self._drain)
+            return output
         finally:
-            self._is_stepping = False
-
-    def _free_when_idle(self) -> None:
-        """Gives the last blocks back when nobody is left to make a plan for."""
-        if not self._requests and self.state.released:
-            self._dispatch(schedule(self.state, self.config))
+            self._lock.release()
 
     def reset(self) -> None:
         """Drops every request and starts over with an empty pool."""
-        self._requests.clear()
-        self._deferred_aborts.clear()
-        self.state = SchedulerState.create(self.config)
-        self._shadow = self._make_shadow(self._shadow is not None)
-        self.runner.reset()
+        with self._lock:
+            self._requests.clear()
+            self._aborts.clear()
+            self._images.clear()
+            self._renew()
 
-    def _make_shadow(self, is_debug: bool) -> Shadow | None:
-        config = self.config
-        if not is_debug:
-            return None
-        return Shadow(config.num_blocks, config.max_num_seqs, config.block_size)
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached; blocks that no row owns are free afterwards."""
+        with self._lock:
+            if self.state.cache is None:
+                return
+            self._drain_unread()
+            released = self.state.cache.clear()
+            for request in self._requests.values():
+                for sequence in request.sequences:
+                    sequence.num_published = 0
+            if released:
+                self._issue(Plan(release_ids=released))
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens."""
-        num_free = self.state.ledger.num_free
+        num_free, num_cached = self.state.ledger.num_free, self.state.num_cached
+        swapped = sum(sequence.swapped_tokens > 0 for sequence in self._images)
         return {
             "num_blocks": self.config.num_blocks,
             "num_free": num_free,
-            "num_used": self.config.num_blocks - num_free,
+            "num_used": self.config.num_blocks - num_free - num_cached,
+            "num_cached": num_cached,
             "num_running": len(self.state.running),
-            "num_waiting": len(self.state.waiting),
-            "num_preemptions": self._num_preemptions,
-            "prompt_tokens": self._prompt_tokens,
-            "generation_tokens": self._generation_tokens,
+            "num_waiting": len(self.state.waiting) - swapped,
+            "num_swapped": swapped,
+            "num_preemptions": self._counts["num_preemptions"],
+            "prefix_queries_tokens": self.state.num_queried_tokens,
+            "prefix_hits_tokens": self.state.num_hit_tokens,
+            "prompt_tokens": self._counts["prompt_tokens"],
+            "generation_tokens": self._counts["generation_tokens"],
             "compiles": len(self.runner.compiled),
         }
 
-    def _dispatch(self, plan: Plan) -> StepOutputs | None:
-        """Applies a plan on the device and, beside it, to the ledger."""
-        if plan.is_empty:
-            return None
-        result = self.runner.run(plan, self._requests)
-        if self._shadow is not None:
-            owners = tuple(self._requests[s.request_id].order for s in plan.segments)
-            self._shadow.apply(plan, owners, self.state.ledger)
-        allocation = self.state.ledger.apply(plan)
-        if result is not None:
-            assert bool(result.ok), "the device ran out of blocks that the ledger had"
-            assert int(result.num_free) == self.state.ledger.num_free
-        if self._shadow is not None:
-            self._check(allocation, self._shadow)
-        return result
+    # One dispatch.
 
-    def _check(self, allocation: LedgerAllocation, shadow: Shadow) -> None:
-        """Audits the block state, compares every id with the ledger's and every tag."""
-        assert allocation.ok, "the ledger refused a plan"
-        blocks, ledger = self.runner.blocks, self.state.ledger
-        core.audit(blocks, shadow.external)
-        tables = np.zeros(blocks.block_tables.shape, np.int32)
-        for row, table in enumerate(ledger.tables):
-            tables[row, : len(table)] = table
-        stack = np.zeros(blocks.free_blocks.shape, np.int32)
-        stack[: ledger.num_free] = ledger.free_blocks
-        np.testing.assert_array_equal(np.asarray(blocks.block_tables), tables)
-        np.testing.assert_array_equal(np.asarray(blocks.free_blocks), stack)
-        np.testing.assert_array_equal(np.asarray(blocks.refcounts), ledger.refcounts)
-        np.testing.assert_array_equal(np.asarray(blocks.lengths), ledger.lengths)
-        assert self.runner.kv is not None
-        shadow.check(self.runner.kv, blocks)
-
-    def _commit(self, plan: Plan, result: StepOutputs) -> list[RequestOutput]:
-        """Hands the results of a dispatch to its requests."""
+    def _step(self) -> list[RequestOutput]:
         outputs = []
-        now = time.monotonic()
-        for i, segment in enumerate(plan.segments):
-            request = self._requests[segment.request_id]
-            request.num_computed += segment.num_tokens
-            if segment.is_sampled:
-                outputs.append(self._take_token(request, result, i, now))
+        if self._planned is None:
+            self._fault("plan")
+            self._planned = schedule(self.state, time.monotonic(), self.config)
+        plan = self._planned
+        for name in plan.expired:
+            outputs.append(self._finish(self._requests[name], "timeout"))
+        for name, index in plan.capped:
+            request = self._requests.get(name)
+            if request is not None and request.sequences[index].finish_reason is None:
+                outputs += self._end_sequence(request.sequences[index], "length")
+        issued = None if plan.is_empty else self._issue(plan)
+        self._planned = None
+        unread, self._unread = self._unread, issued
+        if unread is not None:
+            outputs += self._commit(unread)
+        if self._unread is not None and not self._options.overlap:
+            unread, self._unread = self._unread, None
+            outputs += self._commit(unread)
         return outputs
 
-    def _take_token(
-        self, request: Request, result: StepOutputs, i: int, now: float
-    ) -> RequestOutput:
-        token = int(result.tokens[i])
-        request.output_ids.append(token)
-        self._generation_tokens += 1
-        if request.first_token_time is None:
-            request.first_token_time = now
-        if request.params.logprobs is not None:
-            self._take_logprobs(request, result, i)
-        if token in self.eos_token_ids and not request.params.ignore_eos:
-            return self._finish(request, "stop")
-        stop = request.text.append(token) if request.text else None
-        if stop is not None:
-            request.stop_reason = stop
-            return self._finish(request, "stop")
-        if request.num_known >= request.max_total_tokens:
-            return self._finish(request, "length")
-        return self._output(request)
+    def _issue(self, plan: Plan) -> _Issued | None:
+        """Applies a plan to the ledger and on the device, without waiting for the device."""
+        state, now = self.state, time.monotonic()
+        sequences = [self._requests[s.request_id].sequences[s.index] for s in plan.segments]
+        for sequence in sequences:
+            if sequence.request.first_scheduled_time is None:
+                sequence.request.first_scheduled_time = now
+        self._counts["num_preemptions"] += len(plan.preempted)
+        for name, index, row in plan.swapped_out:
+            self._swap_out(self._requests[name].sequences[index], row)
+        self._fault("dispatch")
+        if self._checker is not None:
+            self._checker.follow(plan, [s.owner for s in sequences], state.ledger)
+        allocation = state.apply(plan, sequences)
+        assert allocation.ok, "the ledger refused a plan"
+        images = []
+        for name, index, row, first in plan.swapped_in:
+            self._fault("swap_in")
+            sequence = self._requests[name].sequences[index]
+            image, num_blocks = self._images.pop(sequence)
+            images.append((state.ledger.tables[row][first:num_blocks], image, first))
+        if allocation.copies:
+            self._fault("copy")
+        result = self.runner.issue(plan, sequences, images)
+        self._counts["num_dispatches"] += 1
+        if self._checker is not None:
+            result = self._checker.check(plan, allocation, result, self.runner, state.ledger)
+        if result is None:
+            return None
+        return _Issued(plan=plan, sequences=sequences, result=result, start_time=now)
 
-    def _take_logprobs(self, request: Request, result: StepOutputs, i: int) -> None:
-        token = request.output_ids[-1]
-        count = request.params.logprobs or 0
-        entries = {token: (float(result.logprob[i]), int(result.rank[i]))}
-        for rank in range(min(count, result.top_ids.shape[1])):
-            entries.setdefault(
-                int(result.top_ids[i, rank]), (float(result.top_logprobs[i, rank]), rank + 1)
-            )
-        request.cumulative_logprob += entries[token][0]
-        decode = self.tokenizer.decode_token if self.tokenizer else lambda _: None
-        request.logprobs.append(
-            {
-                token_id: Logprob(logprob=value, rank=rank, decoded_token=decode(token_id))
-                for token_id, (value, rank) in entries.items()
-            }
-        )
+    def _swap_out(self, sequence: Sequence, row: int) -> None:
+        self._fault("swap_out")
+        start = time.monotonic()
+        table = self.state.ledger.tables[row]
+        self._images[sequence] = self.runner.swap_out(table), len(table)
+        seconds = 2 * (time.monotonic() - start) / max(1, len(table))
+        self.state.costs.swapped_block = _mean(self.state.costs.swapped_block, seconds)
+
+    def _commit(self, issued: _Issued) -> list[RequestOutput]:
+        """Hands the results of a dispatch to its sequences."""
+        self._fault("read")
+        result: StepOutputs = jax.device_get(issued.result)
+        assert bool(result.ok), "the device ran out of blocks that the ledger had"
+        plan = issued.plan
+        prefilled = sum(s.num_tokens for s in plan.segments if not s.is_decode)
+        if prefilled:
+            seconds = (time.monotonic() - issued.start_time) / prefilled
+            self.state.costs.recomputed_token = _mean(self.state.costs.recomputed_token, seconds)
+        touched: dict[Request, None] = {}
+        for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
+            sequence.num_unread -= segment.num_sampled
+            if not segment.num_sampled or sequence.finish_reason is not None:
+                continue
+            touched[sequence.request] = None
+            self._num_failures = 0
+            if sequence.request.is_beam:
+                sequence.listed = (result.top_ids[0, i], result.top_logprobs[0, i])
+                continue
+            self._take_tokens(sequence, result, i, segment.is_decode)
+        return [output for request in touched for output in self._advance(request)]
+
+    def _take_tokens(
+        self, sequence: Sequence, result: StepOutputs, i: int, is_decode: bool
+    ) -> None:
+        for step in range(int(result.num_run[i]) if is_decode else 1):
+            reason = answer.take_token(sequence, result, (step, i), self.tokenizer)
+            self._counts["generation_tokens"] += 1
+            if reason is not None:
+                self.state.publish(sequence)
+                answer.end(sequence, reason)
+                return
+        self.state.publish(sequence)
+
+    def _advance(self, request: Request) -> list[RequestOutput]:
+        """The output of a request whose tokens were read; ends what has ended."""
+        if request.is_beam:
+            self._advance_beams(request)
+        output = self._output(request)
+        for sequence in request.sequences:
+            if sequence.finish_reason is not None:
+                self._drop(sequence)
+        if request.is_finished:
+            output = self._close(request, output)
+        return [output]
+
+    def _advance_beams(self, request: Request) -> None:
+        """Chooses the next tokens of all beams when the last of them has its candidates."""
+        beam, live = request.beam, request.live_beams
+        assert beam is not None
+        if any(sequence.listed is None for sequence in live):
+            return
+        ids, logprobs = zip(*(s.listed for s in live if s.listed is not None), strict=True)
+        chosen = beam.advance(np.stack(ids), np.stack(logprobs))
+        self._counts["generation_tokens"] += len(chosen)
+        for sequence in live:
+            sequence.listed = None
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        if not chosen:
+            answer.end_beams(request, self.tokenizer, None)
+            return
+        before = [(s.tokens, s.row, s.hashes, s.num_published) for s in live]
+        state, first = self.state, request.sequences[0]
+        is_start = len(live) == 1
+        for member, (source, token) in zip(request.sequences, chosen, strict=True):
+            tokens, row, hashes, num_published = before[source]
+            member.tokens = [*tokens, token]
+            member.hashes = list(hashes)
+            if is_start:
+                continue
+            if member.row is not None and row is not None and row != member.row:
+                state.reindexed[member.row] = row
+                member.num_published = num_published
+        request.live_beams = list(request.sequences)
+        if is_start and first.row is not None:
+            for member in request.sequences[1:]:
+                assert member.row is not None
+                state.start(member, member.row)
+                length = first.num_known - 1
+                state.forks.append(Fork(parent=first.row, child=member, num_tokens=length))
+            request.unforked = []
+
+    # Ends.
+
+    def _abort(self, request_id: str) -> RequestOutput:
+        return self._finish(self._requests[request_id], "abort")
+
+    def _take_aborts(self) -> list[RequestOutput]:
+        outputs = []
+        while self._aborts:
+            name = self._aborts.popleft()
+            if name in self._requests:
+                outputs.append(self._abort(name))
+        return outputs
+
+    def _end_sequence(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
+        """Ends one choice, or all beams of a request."""
+        request = sequence.request
+        if request.is_beam:
+            return [self._finish(request, reason)]
+        answer.end(sequence, reason)
+        output = self._output(request)
+        self._drop(sequence)
+        return [self._close(request, output) if request.is_finished else output]
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
-        """Ends a request and releases its row."""
-        if request.text is not None:
-            stop = request.text.finish()
-            if stop is not None and request.stop_reason is None:
-                request.stop_reason, reason = stop, "stop"
-        request.finish_reason = reason
-        request.finished_time = time.monotonic()
+        """Ends all of a request that has not ended."""
+        if request.is_beam:
+            answer.end_beams(request, self.tokenizer, reason)
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                answer.end(sequence, reason)
         output = self._output(request)
-        if request.row is not None:
-            self.state.release(request)
-        del self._requests[request.request_id]
-        return output
+        for sequence in request.sequences:
+            self._drop(sequence)
+        return self._close(request, output)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.state.drop(sequence)
+        self._images.pop(sequence, None)
+
+    def _close(self, request: Request, output: RequestOutput) -> RequestOutput:
+        for sequence in request.sequences:
+            self._drop(sequence)
+        request.finished_time = time.monotonic()
+        self._requests.pop(request.request_id, None)
+        metrics = dataclasses.replace(output.metrics, finished_time=request.finished_time)
+        return dataclasses.replace(output, metrics=metrics)
 
     def _output(self, request: Request) -> RequestOutput:
-        has_logprobs = request.params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=request.text.text if request.text else "",
-            token_ids=list(request.output_ids),
-            cumulative_logprob=request.cumulative_logprob if has_logprobs else None,
-            logprobs=list(request.logprobs) if has_logprobs else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-        table = self.state.ledger.tables[request.row] if request.row is not None else []
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[completion],
-            finished=request.finish_reason is not None,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_scheduled_time=request.first_scheduled_time,
-                first_token_time=request.first_token_time,
-                finished_time=request.finished_time,
-                num_preemptions=request.num_preemptions,
-            ),
-            num_blocks=len(table),
-        )
+        rows = [s.row for s in request.sequences if s.row is not None]
+        held = {block for row in rows for block in self.state.ledger.tables[row]}
+        return answer.output_of(request, len(held))
+
+    # Failure.
+
+    def _fault(self, point: str) -> None:
+        if self.fault is not None:
+            self.fault(point)
+
+    def _guarded(self, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Runs a part of a step; whatever it raises leaves a usable engine."""
+        had_plan = self._planned is not None
+        try:
+            return run()
+        except Exception as error:
+            self.error = error
+            _logger.exception("a dispatch failed")
+            return self._recover(had_plan)
+        except BaseException:
+            self._renew()
+            raise
+
+    def _recover(self, had_plan: bool) -> list[RequestOutput]:
+        """Goes on after a failure, without the requests that fail again and again."""
+        self._num_failures += 1
+        plan = self._planned
+        failing = {s.request_id for s in plan.segments} if plan is not None else set()
+        if self._unread is not None:
+            failing |= {sequence.request.request_id for sequence in self._unread.sequences}
+        del had_plan
+        outputs = []
+        if self._num_failures > self._options.max_step_retries:
+            self._num_failures = 0
+            names = failing or {s.request.request_id for s in self.state.running}
+            names = names or set(self._requests)
+            for name in sorted(names & set(self._requests)):
+                request = self._requests[name]
+                request.error = f"{type(self.error).__name__}: {self.error}"
+                outputs.append(self._finish(request, "error"))
+        self._renew()
+        return outputs
+
+    def _renew(self) -> None:
+        """A new pool and new states; everybody waits, in order, with the tokens read so far."""
+        old, self._planned, self._unread = self.state, None, None
+        self.state = SchedulerState.create(self.config, self._root)
+        self.state.costs = old.costs
+        self.state.num_queried_tokens = old.num_queried_tokens
+        self.state.num_hit_tokens = old.num_hit_tokens
+        if self._checker is not None:
+            self._checker = Checker(self.config)
+        self.runner.reset()
+        for request in self._requests.values():
+            self.state.restore(request)
+        kept = {s for r in self._requests.values() for s in r.sequences if s.swapped_tokens}
+        self._images = {s: image for s, image in self._images.items() if s in kept}
+
+    def _drain(self) -> list[RequestOutput]:
+        """Gives the last blocks back when nobody is left to make a plan for."""
+        self._drain_unread()
+        while self.state.released:
+            self._issue(schedule(self.state, time.monotonic(), self.config))
+        return []
+
+    def _drain_unread(self) -> None:
+        """Waits for a dispatch that nobody wants to know of any more."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._commit(unread)
+
+
+def _mean(old: float | None, new: float) -> float:
+    """A mean in which the last few count most."""
+    return new if old is None else 0.8 * old + 0.2 * new

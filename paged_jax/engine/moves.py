@@ -23,6 +23,8 @@ _fork = jax.jit(core.fork)
 _fork_rows = jax.jit(fork_rows)
 _reindex = jax.jit(core.reindex)
 _truncate = jax.jit(core.truncate)
+# New rows of whole blocks: nothing is copied.
+_allocate = jax.jit(lambda blocks, new_tokens: core.allocate(blocks, new_tokens)[0])
 
 
 def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockState, RowState]:
@@ -39,6 +41,8 @@ def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockSt
     if plan.forks:
         pairs = _padded_pairs(plan.forks, max_seqs)
         blocks, rows = _fork(blocks, *pairs), _fork_rows(rows, *pairs)
+    if plan.branches:
+        blocks = _fork(blocks, *_padded_pairs(plan.branches, max_seqs))
     if plan.reindexed:
         blocks = _reindex(blocks, *_padded_pairs(plan.reindexed, max_seqs))
     if plan.truncated:
@@ -46,6 +50,11 @@ def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockSt
         for row, length in plan.truncated:
             lengths[row] = length
         blocks = _truncate(blocks, lengths)
+    if plan.restored:
+        new_tokens = np.zeros(max_seqs, np.int32)
+        for row, count in plan.restored:
+            new_tokens[row] = count
+        blocks = _allocate(blocks, new_tokens)
     return blocks, rows
 
 

@@ -89,6 +89,11 @@ def resolve(
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
+        scheduling_policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        enable_prefix_caching=config.enable_prefix_caching,
+        decode_steps=config.decode_steps,
+        swap_blocks=int(config.swap_space * 2**30) // block_bytes,
     )
 
 

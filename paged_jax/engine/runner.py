@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import jax
@@ -12,13 +12,16 @@ from flax import nnx
 
 from paged_jax import core
 from paged_jax.config import ResolvedConfig
-from paged_jax.decode import RowState, create_row_state, seed_words
+from paged_jax.core import KVCache
+from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_state, seed_words
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.moves import apply_moves, row_mask
-from paged_jax.engine.request import Request
-from paged_jax.engine.step import StepInputs, StepOutputs, make_step
+from paged_jax.engine.request import Sequence
+from paged_jax.engine.swap import read_image, write_image
+from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
 from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
+from paged_jax.sampling_params import MAX_LOGPROBS
 
 _logger = logging.getLogger("paged_jax")
 
@@ -31,6 +34,7 @@ class Runner:
         model: PagedModel,
         config: ResolvedConfig,
         kv_dtype: Any,
+        vocab_size: int,
         *,
         strict_compile: bool,
         has_tags: bool,
@@ -46,7 +50,8 @@ class Runner:
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self._params = tuple(leaves)
-        self._step = make_step(graphdef, treedef)
+        sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size))
+        self._step = make_step(graphdef, treedef, sizes)
         self._one_row: RowState = jax.device_get(create_row_state(1))
         self.reset()
 
@@ -65,29 +70,48 @@ class Runner:
         )
         self.rows = create_row_state(config.max_num_seqs)
 
-    def run(self, plan: Plan, requests: Mapping[str, Request]) -> StepOutputs | None:
-        """Applies a plan; returns what was read back, as numpy arrays.
+    def issue(
+        self,
+        plan: Plan,
+        sequences: Listed[Sequence],
+        images: Listed[tuple[Listed[int], KVCache, int]],
+    ) -> StepOutputs | None:
+        """Applies a plan on the device, without waiting for it.
 
-        Returns: None for a plan without tokens, which runs no model.
+        Args:
+          plan: From the scheduler.
+          sequences: One per segment.
+          images: (block ids, host image, first block of it) to write once rows have their blocks.
+        Returns: Arrays on the device, for `jax.device_get`; None for a plan without tokens, which
+          runs no model.
         """
-        if plan.has_moves or not plan.segments:
+        is_large = len(plan.retain_ids) > self._num_retained(self.programs[0])
+        if plan.has_moves or is_large or not plan.segments:
             self.blocks, self.rows = apply_moves(self.blocks, self.rows, plan)
-            plan = dataclasses.replace(plan, free_rows=())
+            plan = dataclasses.replace(plan, free_rows=(), retain_ids=())
+        for ids, image, first in images:
+            assert self.kv is not None
+            self.kv = write_image(self.kv, ids, image, first)
         if not plan.segments:
             return None
         program = choose(self.programs, plan.num_tokens, len(plan.segments))
-        return self._dispatch(program, self._inputs(program, plan, requests))
+        return self._dispatch(program, self._inputs(program, plan, sequences))
+
+    def swap_out(self, ids: Listed[int]) -> KVCache:
+        """Reads blocks to the host, after every dispatch that was issued."""
+        assert self.kv is not None
+        return read_image(self.kv, ids)
 
     def warm_up(self) -> None:
         """Compiles every program by running it on padding alone."""
         for program in self.programs:
-            self._dispatch(program, self._inputs(program, Plan(), {}))
-        self.run(Plan(free_rows=(0,)), {})  # the program that only frees
+            jax.block_until_ready(self._dispatch(program, self._inputs(program, Plan(), ())))
+        self.issue(Plan(free_rows=(0,)), (), ())  # the program that only frees
         self._is_warm = True
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """The step of one program before compilation, for checks of what XLA makes of it."""
-        inputs = self._inputs(program, Plan(), {})
+        inputs = self._inputs(program, Plan(), ())
         return self._step.lower(self._params, self.kv, self.blocks, self.rows, inputs)
 
     def _dispatch(self, program: Program, inputs: StepInputs) -> StepOutputs:
@@ -102,49 +126,77 @@ class Runner:
         self.kv, self.blocks, self.rows, outputs = self._step(
             self._params, self.kv, self.blocks, self.rows, inputs
         )
-        outputs = jax.device_get(outputs)
         if is_new:
             self.compiled.add(program)
-            _logger.info("compiled and ran in %.1f s", time.monotonic() - start)
+            _logger.info("compiled in %.1f s", time.monotonic() - start)
         return outputs
 
-    def _inputs(self, program: Program, plan: Plan, requests: Mapping[str, Request]) -> StepInputs:
+    def _num_retained(self, program: Program) -> int:
+        """Blocks that a step of a program can retain; more of them go through `apply_moves`."""
+        return min(program.num_tokens, 64)
+
+    def _inputs(self, program: Program, plan: Plan, sequences: Listed[Sequence]) -> StepInputs:
         """Fills the arrays of a program from a plan."""
         num_tokens, num_rows = program
         tokens = np.zeros(num_tokens, np.int32)
         row_ids = np.full(num_rows, self.config.max_num_seqs, np.int32)
         query_lens = np.zeros(num_rows, np.int32)
+        sources = np.arange(num_rows, dtype=np.int32)
+        retain_ids = np.zeros(self._num_retained(program), np.int32)
+        retain_ids[: len(plan.retain_ids)] = plan.retain_ids
+        is_given = np.zeros(num_rows, bool)
         is_sampled = np.zeros(num_rows, bool)
         is_admission = np.zeros(num_rows, bool)
         has_logprobs = np.zeros(num_rows, bool)
         owners = np.zeros(num_rows, np.int32)
         admitted = jax.tree.map(lambda x: np.repeat(x, num_rows, axis=0), self._one_row)
+        entries = {segment.row: i for i, segment in enumerate(plan.segments)}
         place = 0
-        for i, segment in enumerate(plan.segments):
-            request = requests[segment.request_id]
-            row_ids[i], query_lens[i] = segment.row, segment.num_tokens
+        for i, (segment, sequence) in enumerate(zip(plan.segments, sequences, strict=True)):
+            count = segment.num_tokens
+            row_ids[i], query_lens[i] = segment.row, count
             is_sampled[i], is_admission[i] = segment.is_sampled, segment.is_admission
-            if not segment.is_decode:
-                tokens[place : place + segment.num_tokens] = request.known(
-                    segment.start, segment.num_tokens
-                )
-            has_logprobs[i] = request.params.logprobs is not None
-            owners[i] = request.order
+            is_given[i] = segment.is_given or not segment.is_decode
+            if segment.source is not None:
+                sources[i] = entries[segment.source]
+            if is_given[i]:
+                known = sequence.tokens[segment.start : segment.start + count]
+                tokens[place : place + count] = known
+            has_logprobs[i] = sequence.request.num_logprobs is not None
+            owners[i] = sequence.owner
             if segment.is_admission:
-                _set_row(admitted, i, request)
-            place += segment.num_tokens
+                self._set_row(admitted, i, sequence)
+            place += 1 if segment.is_decode else count
         return StepInputs(
             free_rows=row_mask(plan.free_rows, self.config.max_num_seqs),  # type: ignore[arg-type]
+            retain_ids=retain_ids,  # type: ignore[arg-type]
             tokens=tokens,  # type: ignore[arg-type]
             row_ids=row_ids,  # type: ignore[arg-type]
             query_lens=query_lens,  # type: ignore[arg-type]
+            sources=sources,  # type: ignore[arg-type]
             num_decode=np.int32(plan.num_decode),  # type: ignore[arg-type]
+            num_steps=np.int32(plan.num_steps),  # type: ignore[arg-type]
+            is_given=is_given,  # type: ignore[arg-type]
             is_sampled=is_sampled,  # type: ignore[arg-type]
             is_admission=is_admission,  # type: ignore[arg-type]
             has_logprobs=has_logprobs,  # type: ignore[arg-type]
             owners=owners,  # type: ignore[arg-type]
             admitted=admitted,
         )
+
+    def _set_row(self, rows: RowState, i: int, sequence: Sequence) -> None:
+        """Fills entry i of numpy row fields from a sequence."""
+        request = sequence.request
+        params = request.params
+        rows.temperature[i] = params.temperature  # type: ignore[index]
+        rows.top_k[i] = min(max(0, params.top_k), 2**31 - 1)  # type: ignore[index]
+        rows.top_p[i] = params.top_p  # type: ignore[index]
+        rows.seeds[i] = seed_words(request.seed, sequence.index)  # type: ignore[index]
+        # The host looks at every token too: more of them than fit here only run on for a while.
+        stop_ids = sorted(request.stop_ids)[:MAX_STOP_IDS]
+        rows.stop_ids[i] = NO_STOP_ID  # type: ignore[index]
+        rows.stop_ids[i, : len(stop_ids)] = stop_ids  # type: ignore[index]
+        rows.finished[i] = False  # type: ignore[index]
 
 
 def probe(model: PagedModel) -> tuple[Any, int]:
@@ -166,12 +218,3 @@ def probe(model: PagedModel) -> tuple[Any, int]:
 
     hidden, logits = nnx.eval_shape(run)
     return hidden.dtype, logits.shape[-1]
-
-
-def _set_row(rows: RowState, i: int, request: Request) -> None:
-    """Fills entry i of numpy row fields from a request."""
-    params = request.params
-    rows.temperature[i] = params.temperature  # type: ignore[index]
-    rows.top_k[i] = min(max(0, params.top_k), 2**31 - 1)  # type: ignore[index]
-    rows.top_p[i] = params.top_p  # type: ignore[index]
-    rows.seeds[i] = seed_words(request.seed)  # type: ignore[index]

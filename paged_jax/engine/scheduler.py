@@ -1,164 +1,439 @@
 """Who runs in the next dispatch. Pure: no clock, randomness, JAX or I/O."""
 
+import dataclasses
 import heapq
-from collections import deque
-from dataclasses import dataclass, field
+import itertools
+from collections import Counter
 
 from paged_jax.config import ResolvedConfig
-from paged_jax.engine.request import Request
-from paged_jax.ledger import Ledger
+from paged_jax.engine.request import Sequence
+from paged_jax.engine.scheduler_state import Fork, SchedulerState
 from paged_jax.plan import Plan, Segment
 from paged_jax.shapes import ceil_div
 
+MAX_BYPASSED = 8
+"""Admissions past a sequence that does not fit, before everybody behind it waits for it."""
 
-@dataclass(kw_only=True)
-class SchedulerState:
-    """Queues, rows and blocks as the scheduler sees them."""
-
-    ledger: Ledger
-    free_rows: list[int]
-    """A heap of rows that no request holds; rows in `released` are among them."""
-    waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
-    """In order of arrival."""
-    released: set[int] = field(default_factory=set)
-    """Rows whose request is gone, to be freed by the next plan."""
-
-    @classmethod
-    def create(cls, config: ResolvedConfig) -> "SchedulerState":
-        """Everything free, nothing queued."""
-        ledger = Ledger(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
-        )
-        return cls(ledger=ledger, free_rows=list(range(config.max_num_seqs)))
-
-    def release(self, request: Request) -> None:
-        """Takes the row of a running request away; its blocks are freed by the next plan."""
-        assert request.row is not None
-        self.running.remove(request)
-        self.released.add(request.row)
-        heapq.heappush(self.free_rows, request.row)
-        request.row = None
+MAX_SKIPPED = 4
+"""Sequences that do not fit and are looked past in one plan."""
 
 
-def schedule(state: SchedulerState, config: ResolvedConfig) -> Plan:
-    """Plans one dispatch and moves requests between the queues accordingly.
+def schedule(state: SchedulerState, now: float, config: ResolvedConfig) -> Plan:
+    """Plans one dispatch and moves sequences between the queues accordingly.
 
-    Running requests come first, those that decode before those in prefill, then waiting ones in
-    order of arrival while budget, rows and blocks last. A request that does not fit waits, and so
-    does everybody behind it. When a running request cannot grow, the latest arrival is preempted,
-    which may be the request itself. The earliest arrival therefore always advances. Nobody is
-    admitted in a dispatch that preempts.
+    Running sequences come first, those that decode before those in prefill, each by rank; then
+    waiting ones are admitted by rank while budget, rows and blocks last. One that does not fit may
+    be overtaken `MAX_BYPASSED` times, then everybody behind it waits. When a running sequence
+    cannot grow, the running one of the last rank is preempted, which may be the sequence itself:
+    the first rank always advances. Nobody is admitted in a dispatch that preempts.
 
+    Args:
+      state: Changed by what is planned; call `state.apply(plan, ...)` when it is issued.
+      now: On the clock of deadlines.
+      config: Sizes and policies.
     Returns: The plan. Its blocks are certain to be there: it counts frees before growth, as the
       step does.
     """
+    expired = _expire(state, now)
     round_ = _Round(state, config)
-    for request in sorted(state.running, key=lambda request: not request.is_decoding):
-        if request.row is not None:
-            round_.continue_running(request)
+    for sequence in sorted(state.running, key=lambda sequence: not sequence.is_decoding):
+        if sequence.row is not None:
+            round_.continue_running(sequence)
     if not round_.preempted:
         round_.admit()
-    return round_.plan()
+    return round_.plan(expired)
+
+
+def _expire(state: SchedulerState, now: float) -> tuple[str, ...]:
+    expired = []
+    while state.deadlines and state.deadlines[0][0] <= now:
+        *_, request = heapq.heappop(state.deadlines)
+        if not request.is_finished:
+            expired.append(request.request_id)
+            for sequence in request.sequences:
+                state.drop(sequence)
+    return tuple(expired)
 
 
 class _Round:
-    """Budget and blocks left while one plan is made."""
+    """Budget, rows and blocks left while one plan is made."""
 
     def __init__(self, state: SchedulerState, config: ResolvedConfig) -> None:
         self.state = state
         self.config = config
         self.budget = config.max_num_batched_tokens
-        self.available = state.ledger.num_free + state.ledger.releasable(state.released)
-        self.planned: dict[Request, tuple[Segment, int]] = {}
-        self.preempted: list[Request] = []
-        self.capped: list[Request] = []
+        self.planned: dict[Sequence, tuple[Segment, int]] = {}
+        """Segments and the blocks that they take."""
+        self.preempted: list[Sequence] = []
+        self.capped: list[Sequence] = []
+        self.swapped_out: list[tuple[str, int, int]] = []
+        self.swapped_in: list[tuple[str, int, int, int]] = []
+        self.shares: list[tuple[int, tuple[int, ...], int]] = []
+        self.restored: list[tuple[int, int]] = []
+        self.freed: list[int] = []
+        self._next_forks: list[Fork] = []
+        self.num_free = state.ledger.num_free
+        """Blocks on the stack; below 0: as many cached ones are evicted."""
+        self._dropped: Counter[int] = Counter()  # owners of blocks among the rows freed
+        self.forks = {fork.child: fork for fork in state.forks}
+        for fork in state.forks:
+            fork.child.num_computed = fork.num_tokens
+        self._free_released()
 
-    def continue_running(self, request: Request) -> None:
-        count = min(request.num_known - request.num_computed, self.budget)
-        if count == 0:
+    @property
+    def available(self) -> int:
+        """Blocks that can still be given out."""
+        return self.num_free + self.state.num_cached
+
+    def continue_running(self, sequence: Sequence) -> None:
+        """Plans the next tokens of a sequence, at the expense of those behind it."""
+        count = min(sequence.num_expected - sequence.num_computed, self.budget)
+        is_ending = sequence.num_expected >= sequence.request.max_total_tokens
+        # A beam waits for its token; one that will end by length waits to be read.
+        is_unread = sequence.num_unread > 0 and (sequence.request.is_beam or is_ending)
+        if count == 0 or is_unread:
             return
-        assert request.row is not None
-        cost = self.state.ledger.growth(request.row, count)
+        cost = self._cost(sequence, count)
         while cost > self.available:
             victim = self.state.running[-1]
-            if victim is request and len(self.state.running) == 1:
-                # It holds every block that is not free: no wait can help it.
-                self.capped.append(request)
+            group = _group(victim)
+            if sequence in group and all(other in group for other in self.state.running):
+                # They hold every block that is not free: no wait can help but for their own tokens.
+                if any(member.num_unread for member in group):
+                    return
+                self.capped += group
+                for member in group:
+                    self._take_out(member)
+                    self.state.drop(member)
                 return
-            self._drop(victim)
-            self.preempted.append(victim)
-            if victim is request:
+            self._preempt(group)
+            if sequence in group:
                 return
-        self._add(request, count, cost, is_admission=False)
+            cost = self._cost(sequence, count)
+        self._add(sequence, count, cost)
 
     def admit(self) -> None:
-        state, size = self.state, self.config.block_size
+        """Gives rows to waiting sequences."""
+        state, skipped = self.state, []
         # Blocks that prefills under way will still take are not given to anybody else.
         reserved = sum(
-            ceil_div(request.num_known, size) - ceil_div(self._end(request), size)
-            for request in state.running
+            ceil_div(sequence.num_known, self.config.block_size)
+            - ceil_div(self._end(sequence), self.config.block_size)
+            for sequence in state.running
+            if not sequence.is_decoding
         )
-        while state.waiting and state.free_rows and self.budget:
-            request = state.waiting[0]
-            whole = ceil_div(request.num_known, size)
+        while state.waiting and state.free_rows and self.budget and len(skipped) < MAX_SKIPPED:
+            sequence = state.waiting.pop()
+            whole = ceil_div(sequence.num_known, self.config.block_size)
             if whole > self.config.num_blocks:
                 # Submission checked the prompt; this one filled the pool and was then preempted.
-                self.capped.append(state.waiting.popleft())
+                self.capped += _group(sequence)
+                for member in _group(sequence):
+                    state.drop(member)
                 continue
-            if whole > self.available - reserved:
-                return
-            state.waiting.popleft()
-            request.row = heapq.heappop(state.free_rows)
-            request.num_prefill = request.num_known
-            state.running.append(request)
-            state.running.sort(key=lambda request: request.order)
-            count = min(request.num_known, self.budget)
-            cost = ceil_div(count, size)
-            reserved += whole - cost
-            self._add(request, count, cost, is_admission=True)
+            taken = self._try_admission(sequence, reserved)
+            if taken is not None:
+                reserved += taken
+                if skipped:
+                    skipped[0].num_bypassed += 1
+            else:
+                skipped.append(sequence)
+            if skipped and skipped[0].num_bypassed >= MAX_BYPASSED:
+                break
+        for sequence in skipped:
+            state.waiting.push(sequence)
 
-    def plan(self) -> Plan:
-        state = self.state
-        for request in sorted(self.preempted, key=lambda request: request.order, reverse=True):
-            request.num_computed = 0
-            request.num_preemptions += 1
-            state.waiting.appendleft(request)
-        # Freed by this plan: the ledger hears of it when the plan is dispatched.
-        freed, state.released = tuple(sorted(state.released)), set()
+    def plan(self, expired: tuple[str, ...]) -> Plan:
+        """What was planned, and what follows from it."""
+        state, cache = self.state, self.state.cache
+        for sequence in self.preempted:
+            if sequence.index == 0 or not sequence.request.is_beam:
+                state.requeue(sequence)
+            else:
+                sequence.num_computed = sequence.num_published = 0
+        self._extend_decodes()
+        self._start_choices()
         segments = [segment for segment, _ in self.planned.values()]
+        evicted, retained = (), ()
+        if cache is not None:
+            evicted, retained = cache.evict(max(0, -self.num_free)), cache.take_pending()
+        forks, branches, truncated = [], [], []
+        for fork in state.forks:
+            row = fork.child.row
+            if row is None:
+                continue
+            # A choice has sampled its first token already, a beam is its parent's copy.
+            (forks if fork.child.request.is_beam else branches).append((fork.parent, row))
+            if fork.num_tokens < state.ledger.lengths[fork.parent]:
+                truncated.append((row, fork.num_tokens))
+        reindexed = sorted(state.reindexed.items())
+        state.forks, state.reindexed = self._next_forks, {}
         return Plan(
-            free_rows=freed,
+            free_rows=tuple(sorted(self.freed)),
+            release_ids=evicted,
+            retain_ids=retained,
+            shares=tuple(self.shares),
+            forks=tuple(forks),
+            branches=tuple(branches),
+            reindexed=tuple(reindexed),
+            truncated=tuple(truncated),
+            restored=tuple(self.restored),
             segments=tuple(sorted(segments, key=lambda segment: not segment.is_decode)),
-            preempted=tuple(request.request_id for request in self.preempted),
-            capped=tuple(request.request_id for request in self.capped),
+            preempted=tuple(sequence.key for sequence in self.preempted),
+            swapped_out=tuple(self.swapped_out),
+            swapped_in=tuple(self.swapped_in),
+            capped=tuple(sequence.key for sequence in self.capped),
+            expired=expired,
         )
 
-    def _add(self, request: Request, count: int, cost: int, *, is_admission: bool) -> None:
-        assert request.row is not None
-        segment = Segment(
-            request_id=request.request_id,
-            row=request.row,
-            start=request.num_computed,
-            num_tokens=count,
-            is_decode=request.is_decoding,
-            is_sampled=request.num_computed + count == request.num_known,
-            is_admission=is_admission,
+    def _free_released(self) -> None:
+        """Frees rows of the past, but those that are forked now or have blocks to be retained."""
+        state = self.state
+        parents = {fork.parent for fork in state.forks} | set(state.reindexed.values())
+        for row in sorted(state.released - parents):
+            if state.cache is None or not state.cache.has_pending(state.ledger.tables[row]):
+                self._free(row)
+
+    def _free(self, row: int) -> None:
+        state, cache = self.state, self.state.cache
+        state.released.discard(row)
+        self.freed.append(row)
+        heapq.heappush(state.free_rows, row)
+        rowless = []
+        for block in state.ledger.tables[row]:
+            self._dropped[block] += 1
+            owners = state.ledger.refcounts[block] - self._dropped[block]
+            is_cached = cache is not None and block in cache
+            if owners == 0:
+                self.num_free += 1
+            elif owners == 1 and is_cached:
+                rowless.append(block)
+        if cache is not None:
+            cache.unreference(rowless)
+
+    def _cost(self, sequence: Sequence, count: int) -> int:
+        """Blocks for more tokens of a running sequence, a copy of a shared block included."""
+        ledger, size = self.state.ledger, self.config.block_size
+        assert sequence.row is not None
+        row, fork = sequence.row, self.forks.get(sequence)
+        is_copied = fork is not None
+        if fork is None:
+            row = self.state.reindexed.get(row, row)
+            table = ledger.tables[row]
+            # One writer of all may keep the block: that a copy can be counted too many is allowed.
+            is_copied = bool(table) and (
+                ledger.refcounts[table[-1]] - self._dropped[table[-1]] > 1
+                or row != sequence.row
+                or row in self.state.reindexed.values()
+            )
+        start = sequence.num_computed
+        return (
+            ceil_div(start + count, size) - ceil_div(start, size) + bool(is_copied and start % size)
         )
-        self.planned[request] = (segment, cost)
-        self.available -= cost
+
+    def _try_admission(self, sequence: Sequence, reserved: int) -> int | None:
+        """Admits a sequence if it fits; returns the blocks that its prompt takes in later plans."""
+        state, size = self.state, self.config.block_size
+        members = _group(sequence)
+        if len(members) > len(state.free_rows):
+            return None
+        blocks, start, first = self._reused(sequence)
+        shared_tokens = start if first is None else first * size
+        # The last block that is shared may hold more than is used of it: it is copied.
+        whole = ceil_div(sequence.num_known, size) - len(blocks) + bool(shared_tokens % size)
+        num_reclaimed = 0
+        if state.cache is not None:
+            num_reclaimed = sum(map(state.cache.is_reclaimable, blocks))
+        if whole + num_reclaimed > self.available - reserved:
+            return None
+        for member in members:
+            member.row = heapq.heappop(state.free_rows)
+        row = sequence.row
+        assert row is not None
+        state.start(sequence, row)
+        if blocks:
+            assert state.cache is not None
+            state.cache.reference(blocks)
+            self.shares.append((row, blocks, shared_tokens))
+        cost = ceil_div(start + min(sequence.num_known - start, self.budget), size) - len(blocks)
+        cost += bool(shared_tokens % size)
+        taken = cost
+        if first is not None:
+            self.swapped_in.append((*sequence.key, row, first))
+            self.restored.append((row, start - first * size))
+            restored = ceil_div(start, size) - first
+            self.num_free -= restored
+            cost -= restored
+        state.forget_image(sequence)
+        sequence.num_computed = start
+        sequence.num_published = shared_tokens // size
+        sequence.num_bypassed = 0
+        self._count_hits(sequence, shared_tokens)
+        self._add(sequence, min(sequence.num_known - start, self.budget), cost, is_admission=True)
+        return whole - taken
+
+    def _reused(self, sequence: Sequence) -> tuple[tuple[int, ...], int, int | None]:
+        """What a sequence need not compute: cached blocks, leading tokens of which there is KV, and
+        the first logical block that comes from its image on the host, None without one."""
+        cache, size = self.state.cache, self.config.block_size
+        blocks: tuple[int, ...] = ()
+        start = 0
+        if cache is not None:
+            request = sequence.request
+            match = cache.match(sequence.tokens, request.cache_salt, sequence.hashes)
+            blocks, start = match.block_ids, match.num_tokens
+        swapped = sequence.swapped_tokens
+        if swapped <= start:
+            return blocks, start, None
+        # Whole blocks of the cache come first, the rest from the image.
+        first = start // size
+        return blocks[:first], swapped, first
+
+    def _count_hits(self, sequence: Sequence, num_tokens: int) -> None:
+        """Counts what the cache had of a prompt, when its request runs for the first time."""
+        request, state = sequence.request, self.state
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_tokens, sequence.num_prompt)
+            if state.cache is not None:
+                state.num_queried_tokens += sequence.num_prompt
+                state.num_hit_tokens += request.num_cached_tokens
+
+    def _add(
+        self, sequence: Sequence, count: int, cost: int, *, is_admission: bool = False
+    ) -> None:
+        assert sequence.row is not None
+        is_decode = sequence.is_decoding
+        segment = Segment(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            row=sequence.row,
+            start=sequence.num_computed,
+            num_tokens=count,
+            is_decode=is_decode,
+            is_sampled=sequence.num_computed + count == sequence.num_expected,
+            is_admission=is_admission,
+            is_given=is_decode and sequence.request.is_beam,
+        )
+        self.planned[sequence] = (segment, cost)
+        self.num_free -= cost
         self.budget -= count
 
-    def _drop(self, request: Request) -> None:
-        """Takes a running request out of the plan and its blocks back."""
-        segment, cost = self.planned.pop(request, (None, 0))
+    def _take_out(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the plan."""
+        segment, cost = self.planned.pop(sequence, (None, 0))
         if segment is not None:
             self.budget += segment.num_tokens
-            self.available += cost
-        before = self.state.ledger.releasable(self.state.released)
-        self.state.release(request)
-        self.available += self.state.ledger.releasable(self.state.released) - before
+            self.num_free += cost
 
-    def _end(self, request: Request) -> int:
-        segment = self.planned[request][0] if request in self.planned else None
-        return request.num_computed + (segment.num_tokens if segment else 0)
+    def _preempt(self, group: list[Sequence]) -> None:
+        """Takes rows away from a sequence, or from all beams of a request, and frees them."""
+        state, size = self.state, self.config.block_size
+        request = group[0].request
+        request.num_preemptions += 1
+        for sequence in group:
+            self._take_out(sequence)
+            self.preempted.append(sequence)
+            row = sequence.row
+            if row is None:
+                continue
+            # A row that has yet to be forked holds nothing.
+            held = 0 if sequence in self.forks else sequence.num_computed
+            blocks = ceil_div(held, size)
+            state.release(sequence)
+            if self._is_swapped(sequence, held):
+                sequence.swapped_tokens = held
+                state.num_swapped_blocks += blocks
+                self.swapped_out.append((*sequence.key, row))
+            if state.cache is not None:
+                # Freed at once: what was published last cannot be retained any more.
+                state.cache.forget(state.ledger.tables[row])
+            self._free(row)
+        if request.is_beam:
+            request.unforked = request.sequences[1:]
+
+    def _is_swapped(self, sequence: Sequence, num_tokens: int) -> bool:
+        mode, state = self.config.preemption_mode, self.state
+        blocks = ceil_div(num_tokens, self.config.block_size)
+        has_room = state.num_swapped_blocks + blocks <= self.config.swap_blocks
+        if mode == "recompute" or not num_tokens or sequence.request.is_beam or not has_room:
+            return False
+        recomputed, swapped = state.costs.recomputed_token, state.costs.swapped_block
+        if mode == "swap" or swapped is None or recomputed is None:
+            return True
+        return blocks * swapped < num_tokens * recomputed
+
+    def _extend_decodes(self) -> None:
+        """Lets a plan that only decodes run several steps, if the blocks for them are there."""
+        steps = {}
+        cost = 0
+        if self.config.decode_steps == 1 or self.preempted or self.capped or not self.planned:
+            return
+        for sequence, (segment, planned) in self.planned.items():
+            if not segment.is_decode or sequence.request.is_beam:
+                return
+            left = sequence.request.max_total_tokens - sequence.num_expected
+            steps[sequence] = count = min(self.config.decode_steps, left)
+            cost += self._cost(sequence, count) - planned
+        if cost > self.available:
+            return
+        self.num_free -= cost
+        for sequence, count in steps.items():
+            segment, planned = self.planned[sequence]
+            self.planned[sequence] = (dataclasses.replace(segment, num_tokens=count), planned)
+
+    def _start_choices(self) -> None:
+        """Where a prompt ends in this plan, its other choices start."""
+        state = self.state
+        for sequence, (segment, _) in list(self.planned.items()):
+            request = sequence.request
+            if segment.is_decode or not segment.is_sampled or sequence.index:
+                continue
+            if request.is_beam:
+                self._resume_beams(sequence)
+                continue
+            unforked, request.unforked = request.unforked, []
+            for child in unforked:
+                child.hashes = list(sequence.hashes)
+                if not state.free_rows:
+                    state.waiting.push(child)
+                    continue
+                row = heapq.heappop(state.free_rows)
+                state.start(child, row)
+                tokens = segment.start + segment.num_tokens
+                self._next_forks.append(Fork(parent=segment.row, child=child, num_tokens=tokens))
+                child_segment = Segment(
+                    request_id=request.request_id,
+                    index=child.index,
+                    row=row,
+                    start=tokens,
+                    num_tokens=0,
+                    is_decode=False,
+                    is_sampled=True,
+                    is_admission=True,
+                    source=segment.row,
+                )
+                self.planned[child] = (child_segment, 0)
+
+    def _resume_beams(self, first: Sequence) -> None:
+        """After a preemption the first beam is computed again, and the others start from it."""
+        request = first.request
+        if first.num_known == first.num_prompt or not request.unforked:
+            return
+        unforked, request.unforked = request.unforked, []
+        for member in unforked:
+            pairs = zip(first.tokens, member.tokens, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            assert member.row is not None
+            assert first.row is not None
+            self.state.start(member, member.row)
+            tokens = min(common, member.num_known - 1)
+            self._next_forks.append(Fork(parent=first.row, child=member, num_tokens=tokens))
+
+    def _end(self, sequence: Sequence) -> int:
+        segment = self.planned[sequence][0] if sequence in self.planned else None
+        return sequence.num_computed + (segment.num_tokens if segment else 0)
+
+
+def _group(sequence: Sequence) -> list[Sequence]:
+    """Those that run and lose their rows together: all beams of a request, or one alone."""
+    return list(sequence.request.sequences) if sequence.request.is_beam else [sequence]

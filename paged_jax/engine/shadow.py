@@ -21,6 +21,8 @@ class Shadow:
         self._block_size = block_size
         self._rows: list[list[int]] = [[] for _ in range(max_seqs)]
         self._retained: dict[int, list[int]] = {}
+        self._swapped: dict[object, list[int]] = {}
+        self._frozen: set[int] = set()
 
     def apply(self, plan: Plan, owners: tuple[int, ...], ledger: Ledger) -> None:
         """Follows a plan.
@@ -40,25 +42,36 @@ class Shadow:
             [tag for block in block_ids for tag in self._contents(block, ledger)][:num_tokens]
             for _, block_ids, num_tokens in plan.shares
         ]
+        for name, index, row in plan.swapped_out:
+            self._swapped[name, index] = self._rows[row]
         for row in plan.free_rows:
             self._rows[row] = []
+        self._frozen -= set(plan.free_rows)
         for (row, *_), tags in zip(plan.shares, shared, strict=True):
             self._rows[row] = tags
-        for parent, child in plan.forks:
+        for parent, child in plan.forks + plan.branches:
             self._rows[child] = list(self._rows[parent])
         before = list(self._rows)
         for row, source in plan.reindexed:
             self._rows[row] = list(before[source])
         for row, length in plan.truncated:
             del self._rows[row][length:]
+        for name, index, row, first in plan.swapped_in:
+            tags = self._swapped.pop((name, index))
+            self._rows[row] += tags[first * self._block_size :]
         for segment, owner in zip(plan.segments, owners, strict=True):
             tags = self._rows[segment.row]
             positions = np.arange(len(tags), len(tags) + segment.num_tokens)
             tags += core.expected_tags(owner, positions)
 
+    def freeze(self, row: int) -> None:
+        """A row that had ended did not write what was planned; nobody will read it."""
+        self._frozen.add(row)
+
     def check(self, kv: KVCache, blocks: BlockState) -> None:
         """Raises AuditError when a row reads a slot that it did not write."""
-        core.check_tags(kv, blocks, self._rows)
+        rows = [None if i in self._frozen else tags for i, tags in enumerate(self._rows)]
+        core.check_tags(kv, blocks, rows)
 
     def _contents(self, block: int, ledger: Ledger) -> list[int]:
         """The tags of a block: of whoever reads most of it, or as it was when it was retained."""

@@ -2,22 +2,25 @@
 
 `step(params, kv, blocks, rows, inputs) -> (kv, blocks, rows, outputs)`. The pool is donated and
 updated in place; `blocks` and `rows` are small and never donated.
+
+Programs with T = R are for rows of one token each and run up to K of them, one step after the
+other: what a row samples is its next input, and a row that ends is frozen. Blocks for all of them
+are allocated before. The other programs run one step with prefill.
 """
 
 import dataclasses
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax import core, ops
-from paged_jax.core import BlockState, KVCache, PagedCache
+from paged_jax.core import Batch, BlockState, KVCache, PagedCache
 from paged_jax.decode import RowState
-from paged_jax.sampling_params import MAX_LOGPROBS
 from paged_jax.shapes import ceil_div
 
 
@@ -27,29 +30,43 @@ class StepInputs:
     """A plan as arrays of bucket sizes T and R; decode rows first."""
 
     free_rows: jax.Array  # bool[S], freed before anything else
-    tokens: jax.Array  # i32[T], prefill tokens in their places; decode tokens are in RowState
+    retain_ids: jax.Array  # i32[B], blocks that the prefix cache keeps; 0 in padding
+    tokens: jax.Array  # i32[T], tokens of the host in their places; others are in RowState
     row_ids: jax.Array  # i32[R], S in padding
     query_lens: jax.Array  # i32[R], tokens to allocate and run; 0 in padding
+    sources: jax.Array  # i32[R], entry from whose last token an entry samples; mostly itself
     num_decode: jax.Array  # i32[]
+    num_steps: jax.Array  # i32[], decode steps of a program with T = R
+    is_given: jax.Array  # bool[R], rows whose first token is of the host, decoding or not
     is_sampled: jax.Array  # bool[R], rows whose next token is wanted
     is_admission: jax.Array  # bool[R], rows whose sampling fields are set from here
     has_logprobs: jax.Array  # bool[R], rows whose log-probabilities are wanted
-    owners: jax.Array  # i32[R], a number per request; only shadow tags read it
+    owners: jax.Array  # i32[R], a number per sequence; only shadow tags read it
     admitted: RowState  # [R], the fields of those rows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepOutputs:
-    """What the host reads back; R rows in the order of the inputs."""
+    """What the host reads back; K steps of R rows in the order of the inputs."""
 
-    tokens: jax.Array  # i32[R]
+    tokens: jax.Array  # i32[K, R]
+    num_run: jax.Array  # i32[R], tokens that a row ran; a row that had ended runs none
     ok: jax.Array  # bool[], whether the blocks were there; the ledger says they always are
     num_free: jax.Array  # i32[]
-    logprob: jax.Array  # f32[R], of the sampled token; 0 where no row asks for logprobs
-    rank: jax.Array  # i32[R], from 1
-    top_logprobs: jax.Array  # f32[R, MAX_LOGPROBS]
-    top_ids: jax.Array  # i32[R, MAX_LOGPROBS]
+    logprob: jax.Array  # f32[K, R], of the sampled token; 0 where no row asks for logprobs
+    rank: jax.Array  # i32[K, R], from 1
+    top_logprobs: jax.Array  # f32[K, R, n], the most likely tokens
+    top_ids: jax.Array  # i32[K, R, n]
+
+
+class Sizes(NamedTuple):
+    """Sizes of an engine that its programs share."""
+
+    decode_steps: int
+    """K, most decode steps of a call."""
+    num_listed: int
+    """Most likely tokens that are listed per position."""
 
 
 COMMAND_BUFFER_OPTION = "xla_gpu_enable_command_buffer"
@@ -68,23 +85,24 @@ def step_options(platform: str) -> dict[str, str]:
     return {COMMAND_BUFFER_OPTION: captured}
 
 
-def make_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
+def make_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped:
     """The jitted step of one model; engines of equal models share it and its programs."""
     try:
         hash(graphdef)
     except TypeError:
         # A module may keep a list or a dict as an attribute; its step is then its own.
-        return _build_step(graphdef, treedef)
-    return _shared_step(graphdef, treedef)
+        return _build_step(graphdef, treedef, sizes)
+    return _shared_step(graphdef, treedef, sizes)
 
 
-def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
+def _build_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped:
     """Builds the jitted step.
 
     Args:
       graphdef: From `nnx.split`; the module is merged again inside the trace, because a module or
         an `nnx.State` at the boundary costs milliseconds a call.
       treedef: Structure of the state whose leaves are passed as `params`.
+      sizes: See `Sizes`.
     """
 
     def step(
@@ -95,68 +113,172 @@ def _build_step(graphdef: Any, treedef: Any) -> jax.stages.Wrapped:
         inputs: StepInputs,
     ) -> tuple[KVCache, BlockState, RowState, StepOutputs]:
         model = nnx.merge(graphdef, treedef.unflatten(params))
-        num_tokens, num_rows = inputs.tokens.shape[0], inputs.row_ids.shape[0]
-
-        blocks = core.free(blocks, inputs.free_rows)
-        new_tokens = jnp.zeros(blocks.max_seqs, jnp.int32)
-        new_tokens = new_tokens.at[inputs.row_ids].set(inputs.query_lens, mode="drop")
-        # A row takes at most one block more than its tokens fill, and copies at most one.
-        growth = min(num_tokens, ceil_div(num_tokens, blocks.block_size) + num_rows)
-        blocks, allocation = core.allocate(blocks, new_tokens, max_new_blocks=growth + num_rows)
-        kv = ops.copy_kv(kv, allocation.copy_src, allocation.copy_dst)
-
+        blocks, kv, ok = _allocate(blocks, kv, inputs, sizes.decode_steps)
         rows = _admit(rows, inputs)
-        is_row = inputs.row_ids < blocks.max_seqs
-        mine = jax.tree.map(lambda x: x[jnp.where(is_row, inputs.row_ids, 0)], rows)
-        is_decode = jnp.arange(num_rows) < inputs.num_decode
-        leading = jnp.where(is_decode, mine.token, inputs.tokens[:num_rows])
-        batch = core.make_batch(
-            blocks,
-            tokens=inputs.tokens.at[:num_rows].set(leading),
-            row_ids=inputs.row_ids,
-            query_lens=inputs.query_lens,
-            num_decode=None if num_tokens == num_rows else inputs.num_decode,
-        )
-        if kv.tags is not None:
-            owners = jnp.zeros(blocks.max_seqs + 1, jnp.int32)
-            owners = owners.at[inputs.row_ids].set(inputs.owners)[batch.rows]
-            kv = core.write_tags(kv, batch.slots, core.make_tags(owners, batch.positions))
-        hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
-        logits = model.logits(hidden[batch.last_tokens]).astype(jnp.float32)
-
-        is_wanted = is_row & inputs.is_sampled
-        sampled = ops.sample(
-            logits,
-            # Rows that sample nothing must not make a greedy batch pay for sampling.
-            temperature=jnp.where(is_wanted, mine.temperature, 0.0),
-            top_k=mine.top_k,
-            top_p=mine.top_p,
-            seeds=mine.seeds,
-            positions=batch.context_lens,
-        )
-        target = jnp.where(is_wanted, inputs.row_ids, blocks.max_seqs)
-        rows = dataclasses.replace(rows, token=rows.token.at[target].set(sampled, mode="drop"))
-        logprob, rank, top_logprobs, top_ids = jax.lax.cond(
-            jnp.any(is_wanted & inputs.has_logprobs),
-            lambda: ops.top_logprobs(logits, sampled, min(MAX_LOGPROBS, logits.shape[1])),
-            lambda: _no_logprobs(num_rows, min(MAX_LOGPROBS, logits.shape[1])),
-        )
-        outputs = StepOutputs(
-            tokens=sampled,
-            ok=allocation.ok,
-            num_free=blocks.num_free,
-            logprob=logprob,
-            rank=rank,
-            top_logprobs=top_logprobs,
-            top_ids=top_ids,
-        )
-        return cache.kv, blocks, rows, outputs
+        is_decode_only = inputs.tokens.shape == inputs.row_ids.shape
+        run = _decode if is_decode_only else _run_once
+        kv, rows, sampled = run(model, kv, blocks, rows, inputs, sizes)
+        return kv, blocks, rows, StepOutputs(ok=ok, num_free=blocks.num_free, **sampled)
 
     options = step_options(jax.default_backend())
     return jax.jit(step, donate_argnums=1, compiler_options=options or None)
 
 
 _shared_step = functools.lru_cache(maxsize=16)(_build_step)
+
+
+def _allocate(
+    blocks: BlockState, kv: KVCache, inputs: StepInputs, decode_steps: int
+) -> tuple[BlockState, KVCache, jax.Array]:
+    """Frees rows, retains blocks and makes room for all tokens of the call."""
+    num_tokens, num_rows = inputs.tokens.shape[0], inputs.row_ids.shape[0]
+    blocks = core.free(blocks, inputs.free_rows)
+    blocks = core.retain(blocks, inputs.retain_ids)
+    new_tokens = jnp.zeros(blocks.max_seqs, jnp.int32)
+    new_tokens = new_tokens.at[inputs.row_ids].set(inputs.query_lens, mode="drop")
+    # A row takes at most one block more than its tokens fill, and copies at most one.
+    growth = min(num_tokens, ceil_div(num_tokens, blocks.block_size) + num_rows)
+    if num_tokens == num_rows:
+        growth = num_rows * ceil_div(decode_steps, blocks.block_size)
+    blocks, allocation = core.allocate(blocks, new_tokens, max_new_blocks=growth + num_rows)
+    return blocks, ops.copy_kv(kv, allocation.copy_src, allocation.copy_dst), allocation.ok
+
+
+def _decode(
+    model: Any,
+    kv: KVCache,
+    blocks: BlockState,
+    rows: RowState,
+    inputs: StepInputs,
+    sizes: Sizes,
+) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
+    """Up to K tokens of each row, one step after the other."""
+    num_rows, max_seqs = inputs.row_ids.shape[0], blocks.max_seqs
+    is_row = inputs.row_ids < max_seqs
+    row = jnp.where(is_row, inputs.row_ids, 0)
+    mine = jax.tree.map(lambda x: x[row], rows)
+    base = blocks.lengths[row] - inputs.query_lens
+    is_wanted = is_row & inputs.is_sampled
+
+    def runs_at(step: jax.Array, finished: jax.Array) -> jax.Array:
+        return is_row & (step < inputs.query_lens) & ~finished
+
+    def has_more(carry: tuple) -> jax.Array:
+        step, *_, finished, _ = carry
+        return (step < inputs.num_steps) & jnp.any(runs_at(step, finished))
+
+    def one_step(carry: tuple) -> tuple:
+        step, kv, token, finished, out = carry
+        runs = runs_at(step, finished)
+        batch = core.make_decode_batch(
+            blocks, tokens=token, positions=base + step, runs=runs, row_ids=inputs.row_ids
+        )
+        kv = _write_tags(kv, blocks, batch, inputs)
+        hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
+        sampled, found = _sample(model, hidden, mine, batch, is_wanted & runs, inputs, sizes)
+        ends = is_wanted & jnp.any(mine.stop_ids == sampled[:, None], axis=1)
+        out = {name: x.at[step].set(found[name]) for name, x in out.items() if name in found} | {
+            "num_run": out["num_run"] + runs.astype(jnp.int32)
+        }
+        token = jnp.where(runs, sampled, token)
+        return step + 1, cache.kv, token, finished | (runs & ends), out
+
+    token = jnp.where(inputs.is_given, inputs.tokens, mine.token)
+    out = {"tokens": jnp.zeros(num_rows, jnp.int32)} | _no_logprobs(num_rows, sizes.num_listed)
+    steps = sizes.decode_steps
+    out = {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in out.items()}
+    out["num_run"] = jnp.zeros(num_rows, jnp.int32)
+    start = (jnp.int32(0), kv, token, mine.finished, out)
+    _, kv, token, finished, out = jax.lax.while_loop(has_more, one_step, start)
+    target = jnp.where(is_wanted, inputs.row_ids, max_seqs)
+    rows = dataclasses.replace(
+        rows,
+        token=rows.token.at[target].set(token, mode="drop"),
+        finished=rows.finished.at[target].set(finished, mode="drop"),
+    )
+    return kv, rows, out
+
+
+def _run_once(
+    model: Any,
+    kv: KVCache,
+    blocks: BlockState,
+    rows: RowState,
+    inputs: StepInputs,
+    sizes: Sizes,
+) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
+    """One step of rows that decode and rows in prefill."""
+    num_rows, max_seqs = inputs.row_ids.shape[0], blocks.max_seqs
+    is_row = inputs.row_ids < max_seqs
+    row = jnp.where(is_row, inputs.row_ids, 0)
+    mine = jax.tree.map(lambda x: x[row], rows)
+    leading = jnp.where(inputs.is_given, inputs.tokens[:num_rows], mine.token)
+    is_decode = jnp.arange(num_rows) < inputs.num_decode
+    leading = jnp.where(is_decode, leading, inputs.tokens[:num_rows])
+    batch = core.make_batch(
+        blocks,
+        tokens=inputs.tokens.at[:num_rows].set(leading),
+        row_ids=inputs.row_ids,
+        query_lens=inputs.query_lens,
+        num_decode=inputs.num_decode,
+    )
+    # A row that has ended, which the host did not know yet, is in the way but writes nothing.
+    is_frozen = is_decode & mine.finished
+    frozen = jnp.zeros(max_seqs + 1, bool).at[inputs.row_ids].set(is_frozen).at[max_seqs].set(False)
+    batch = dataclasses.replace(batch, slots=jnp.where(frozen[batch.rows], 0, batch.slots))
+    kv = _write_tags(kv, blocks, batch, inputs)
+    hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
+    is_wanted = is_row & inputs.is_sampled & ~is_frozen
+    last = dataclasses.replace(batch, context_lens=batch.context_lens[inputs.sources])
+    hidden = hidden[batch.last_tokens[inputs.sources]]
+    sampled, found = _sample(model, hidden, mine, last, is_wanted, inputs, sizes)
+    ends = jnp.any(mine.stop_ids == sampled[:, None], axis=1)
+    target = jnp.where(is_wanted, inputs.row_ids, max_seqs)
+    rows = dataclasses.replace(
+        rows,
+        token=rows.token.at[target].set(sampled, mode="drop"),
+        finished=rows.finished.at[target].set(ends, mode="drop"),
+    )
+    found = {name: x[None] for name, x in found.items()}
+    return cache.kv, rows, found | {"num_run": jnp.where(is_frozen, 0, inputs.query_lens)}
+
+
+def _write_tags(kv: KVCache, blocks: BlockState, batch: Batch, inputs: StepInputs) -> KVCache:
+    if kv.tags is None:
+        return kv
+    owners = jnp.zeros(blocks.max_seqs + 1, jnp.int32)
+    owners = owners.at[inputs.row_ids].set(inputs.owners)[batch.rows]
+    return core.write_tags(kv, batch.slots, core.make_tags(owners, batch.positions))
+
+
+def _sample(
+    model: Any,
+    hidden: jax.Array,
+    rows: RowState,
+    batch: Batch,
+    is_wanted: jax.Array,
+    inputs: StepInputs,
+    sizes: Sizes,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Next tokens of `hidden[R, E]`, and what is told of them."""
+    logits = model.logits(hidden).astype(jnp.float32)
+    sampled = ops.sample(
+        logits,
+        # Rows that sample nothing must not make a greedy batch pay for sampling.
+        temperature=jnp.where(is_wanted, rows.temperature, 0.0),
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        seeds=rows.seeds,
+        positions=batch.context_lens,
+    )
+    found = jax.lax.cond(
+        jnp.any(is_wanted & inputs.has_logprobs),
+        lambda: dict(
+            zip(_LISTED, ops.top_logprobs(logits, sampled, sizes.num_listed), strict=True)
+        ),
+        lambda: _no_logprobs(hidden.shape[0], sizes.num_listed),
+    )
+    return sampled, found | {"tokens": sampled}
 
 
 def _admit(rows: RowState, inputs: StepInputs) -> RowState:
@@ -167,10 +289,14 @@ def _admit(rows: RowState, inputs: StepInputs) -> RowState:
     )
 
 
-def _no_logprobs(num_rows: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    return (
-        jnp.zeros(num_rows, jnp.float32),
-        jnp.zeros(num_rows, jnp.int32),
-        jnp.zeros((num_rows, count), jnp.float32),
-        jnp.zeros((num_rows, count), jnp.int32),
-    )
+_LISTED = ("logprob", "rank", "top_logprobs", "top_ids")
+"""Outputs in the order of `ops.top_logprobs`."""
+
+
+def _no_logprobs(num_rows: int, count: int) -> dict[str, jax.Array]:
+    return {
+        "logprob": jnp.zeros(num_rows, jnp.float32),
+        "rank": jnp.zeros(num_rows, jnp.int32),
+        "top_logprobs": jnp.zeros((num_rows, count), jnp.float32),
+        "top_ids": jnp.zeros((num_rows, count), jnp.int32),
+    }

@@ -1,0 +1,61 @@
+"""Debug mode: audits blocks, compares them with the ledger, and every tag with the shadow."""
+
+from collections.abc import Sequence as Listed
+
+import jax
+import numpy as np
+
+from paged_jax import core
+from paged_jax.config import ResolvedConfig
+from paged_jax.engine.runner import Runner
+from paged_jax.engine.shadow import Shadow
+from paged_jax.engine.step import StepOutputs
+from paged_jax.ledger import Ledger, LedgerAllocation
+from paged_jax.plan import Plan
+
+
+class Checker:
+    """Follows every dispatch, and waits for it."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.shadow = Shadow(config.num_blocks, config.max_num_seqs, config.block_size)
+
+    def follow(self, plan: Plan, owners: Listed[int], ledger: Ledger) -> None:
+        """Takes note of a plan before it is applied to the ledger."""
+        self.shadow.apply(plan, tuple(owners), ledger)
+
+    def check(
+        self,
+        plan: Plan,
+        allocation: LedgerAllocation,
+        result: StepOutputs | None,
+        runner: Runner,
+        ledger: Ledger,
+    ) -> StepOutputs | None:
+        """Checks the device after a plan.
+
+        Returns: The result as numpy arrays.
+        Raises: AuditError or AssertionError for the first thing that is wrong.
+        """
+        assert allocation.ok, "the ledger refused a plan"
+        if result is not None:
+            result = jax.device_get(result)
+            assert bool(result.ok), "the device ran out of blocks that the ledger had"
+            assert int(result.num_free) == ledger.num_free
+            for segment, count in zip(plan.segments, result.num_run, strict=False):
+                if segment.is_decode and count < segment.num_tokens:
+                    self.shadow.freeze(segment.row)
+        blocks = runner.blocks
+        core.audit(blocks, self.shadow.external)
+        tables = np.zeros(blocks.block_tables.shape, np.int32)
+        for row, table in enumerate(ledger.tables):
+            tables[row, : len(table)] = table
+        stack = np.zeros(blocks.free_blocks.shape, np.int32)
+        stack[: ledger.num_free] = ledger.free_blocks
+        np.testing.assert_array_equal(np.asarray(blocks.block_tables), tables)
+        np.testing.assert_array_equal(np.asarray(blocks.free_blocks), stack)
+        np.testing.assert_array_equal(np.asarray(blocks.refcounts), ledger.refcounts)
+        np.testing.assert_array_equal(np.asarray(blocks.lengths), ledger.lengths)
+        assert runner.kv is not None
+        self.shadow.check(runner.kv, blocks)
+        return result
