@@ -69,30 +69,6 @@ def end(sequence: Sequence, reason: FinishReason) -> None:
     sequence.finish_reason = reason
 
 
-def end_beams(request: Request, tokenizer: Tokenizer | None, reason: FinishReason | None) -> None:
-    """Gives the sequences of a beam request the tokens of the best beams, best first.
-
-    Args:
-      reason: Why it ends before its time; None: the search is over.
-    """
-    assert request.beam is not None
-    beams = request.beam.results()
-    for i, sequence in enumerate(request.sequences):
-        if i >= len(beams):
-            sequence.tokens, sequence.cumulative_logprob = list(request.prompt_token_ids), 0.0
-            sequence.finish_reason = reason or "length"
-            continue
-        beam = beams[i]
-        sequence.tokens = [*request.prompt_token_ids, *beam.token_ids]
-        sequence.cumulative_logprob = beam.cumulative_logprob
-        sequence.finish_reason = reason if beam.finish_reason == "abort" else beam.finish_reason
-        if tokenizer is not None:
-            sequence.beam_text = tokenizer.decode(
-                list(beam.token_ids), request.skip_special_tokens
-            )
-    request.num_beams_found = len(beams)
-
-
 def output_of(request: Request, num_blocks: int) -> RequestOutput:
     """What a request has produced so far.
 

@@ -43,13 +43,18 @@ def programs(config: ResolvedConfig) -> tuple[Program, ...]:
     return tuple(sorted(found))
 
 
-def choose(available: tuple[Program, ...], num_tokens: int, num_rows: int) -> Program:
-    """The cheapest program that holds so many tokens and rows."""
-    is_decode_only = num_tokens == num_rows
+def choose(
+    available: tuple[Program, ...], num_tokens: int, num_rows: int, *, is_single: bool
+) -> Program:
+    """The cheapest program that holds so many tokens and rows.
+
+    Args:
+      is_single: Whether every row has one token.
+    """
     return next(
         program
         for program in available
         if program.num_tokens >= num_tokens
         and program.num_rows >= num_rows
-        and (is_decode_only or program.num_tokens > program.num_rows)
+        and (is_single or program.num_tokens > program.num_rows)
     )

@@ -40,6 +40,7 @@ class Checker:
         assert allocation.ok, "the ledger refused a plan"
         if result is not None:
             result = jax.device_get(result)
+            assert result is not None
             assert bool(result.ok), "the device ran out of blocks that the ledger had"
             assert int(result.num_free) == ledger.num_free
             for segment, count in zip(plan.segments, result.num_run, strict=False):

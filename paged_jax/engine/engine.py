@@ -6,22 +6,20 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Listed
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 
-import jax
 import numpy as np
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
-from paged_jax.engine import answer
-from paged_jax.engine.checks import Checker
+from paged_jax.engine import answer, beams
+from paged_jax.engine.dispatch import Dispatcher, Issued
 from paged_jax.engine.pool import resolve
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner, probe
 from paged_jax.engine.scheduler import schedule
-from paged_jax.engine.scheduler_state import Fork, SchedulerState
+from paged_jax.engine.scheduler_state import SchedulerState
 from paged_jax.engine.step import StepOutputs
 from paged_jax.engine.submission import Prompt, check_beam_request, check_request
 from paged_jax.models.protocol import PagedModel
@@ -31,17 +29,6 @@ from paged_jax.plan import Plan
 from paged_jax.sampling_params import SamplingParams
 
 _logger = logging.getLogger("paged_jax")
-
-
-@dataclass(kw_only=True)
-class _Issued:
-    """A dispatch whose results have not been read."""
-
-    plan: Plan
-    sequences: list[Sequence]
-    """One per segment: a result belongs to its sequence, whoever holds the row meanwhile."""
-    result: StepOutputs
-    start_time: float
 
 
 class Engine:
@@ -83,27 +70,26 @@ class Engine:
             strict_compile=config.strict_compile,
             has_tags=config.debug,
         )
+        self.dispatcher = Dispatcher(self.runner, self.config, is_checked=config.debug)
         self.error: Exception | None = None
         """Of the last dispatch that failed."""
-        self.fault: Callable[[str], None] | None = None
-        """Called at every fault point by its name; may raise. For tests."""
         self._options = config
         self._root = str(kv_dtype).encode()
         self.state = SchedulerState.create(self.config, self._root)
-        self._checker = Checker(self.config) if config.debug else None
         self._requests: dict[str, Request] = {}
-        self._images: dict[Sequence, Any] = {}
         self._planned: Plan | None = None
-        self._unread: _Issued | None = None
+        self._unread: Issued | None = None
+        self._early: list[RequestOutput] = []
+        """Outputs that were read between steps; the next step returns them."""
         self._num_failures = 0
+        self._is_untouched = False
+        """Whether the step that runs has changed nothing yet."""
         self._lock = threading.RLock()
         self._is_stepping = False
         self._aborts: deque[str] = deque()
         self._seeds = random.Random(config.seed)
         self._num_added = 0
-        self._counts = dict.fromkeys(
-            ("num_preemptions", "prompt_tokens", "generation_tokens", "num_dispatches"), 0
-        )
+        self._counts = dict.fromkeys(("num_preemptions", "prompt_tokens", "generation_tokens"), 0)
         if config.warmup == "all":
             self.runner.warm_up()
 
@@ -180,7 +166,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
+        return bool(self._requests or self._early)
 
     def step(self) -> list[RequestOutput]:
         """Issues one dispatch, and returns the requests that advanced or ended in the one before.
@@ -193,11 +179,12 @@ class Engine:
         with self._lock:
             self._is_stepping = True
             try:
-                outputs = self._take_aborts()
-                outputs += self._guarded(self._step)
+                early, self._early = self._early, []
+                outputs = early + self._take_aborts()
+                self._guarded(self._step, outputs)
                 outputs += self._take_aborts()
                 if not self._requests:
-                    outputs += self._guarded(self._drain)
+                    self._guarded(self._drain, outputs)
             finally:
                 self._is_stepping = False
             return outputs
@@ -220,7 +207,7 @@ class Engine:
                 return None
             output = self._abort(request_id)
             if not self._requests:
-                self._guarded(self._drain)
+                self._guarded(self._drain, [])
             return output
         finally:
             self._lock.release()
@@ -230,7 +217,7 @@ class Engine:
         with self._lock:
             self._requests.clear()
             self._aborts.clear()
-            self._images.clear()
+            self.dispatcher.images.clear()
             self._renew()
 
     def reset_prefix_cache(self) -> None:
@@ -238,7 +225,7 @@ class Engine:
         with self._lock:
             if self.state.cache is None:
                 return
-            self._drain_unread()
+            self._drain_unread(self._early)
             released = self.state.cache.clear()
             for request in self._requests.values():
                 for sequence in request.sequences:
@@ -249,7 +236,7 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens."""
         num_free, num_cached = self.state.ledger.num_free, self.state.num_cached
-        swapped = sum(sequence.swapped_tokens > 0 for sequence in self._images)
+        swapped = sum(sequence.swapped_tokens > 0 for sequence in self.dispatcher.images)
         return {
             "num_blocks": self.config.num_blocks,
             "num_free": num_free,
@@ -268,77 +255,35 @@ class Engine:
 
     # One dispatch.
 
-    def _step(self) -> list[RequestOutput]:
-        outputs = []
+    def _step(self, outputs: list[RequestOutput]) -> None:
         if self._planned is None:
-            self._fault("plan")
+            self._is_untouched = True
+            self.dispatcher.fault("plan")
+            self._is_untouched = False
             self._planned = schedule(self.state, time.monotonic(), self.config)
         plan = self._planned
-        for name in plan.expired:
-            outputs.append(self._finish(self._requests[name], "timeout"))
+        outputs += [self._finish(self._requests[name], "timeout") for name in plan.expired]
         for name, index in plan.capped:
             request = self._requests.get(name)
             if request is not None and request.sequences[index].finish_reason is None:
-                outputs += self._end_sequence(request.sequences[index], "length")
+                outputs.append(self._cap(request.sequences[index]))
         issued = None if plan.is_empty else self._issue(plan)
         self._planned = None
         unread, self._unread = self._unread, issued
         if unread is not None:
-            outputs += self._commit(unread)
+            self._commit(unread, outputs)
         if self._unread is not None and not self._options.overlap:
             unread, self._unread = self._unread, None
-            outputs += self._commit(unread)
-        return outputs
+            self._commit(unread, outputs)
 
-    def _issue(self, plan: Plan) -> _Issued | None:
-        """Applies a plan to the ledger and on the device, without waiting for the device."""
-        state, now = self.state, time.monotonic()
-        sequences = [self._requests[s.request_id].sequences[s.index] for s in plan.segments]
-        for sequence in sequences:
-            if sequence.request.first_scheduled_time is None:
-                sequence.request.first_scheduled_time = now
+    def _issue(self, plan: Plan) -> Issued | None:
         self._counts["num_preemptions"] += len(plan.preempted)
-        for name, index, row in plan.swapped_out:
-            self._swap_out(self._requests[name].sequences[index], row)
-        self._fault("dispatch")
-        if self._checker is not None:
-            self._checker.follow(plan, [s.owner for s in sequences], state.ledger)
-        allocation = state.apply(plan, sequences)
-        assert allocation.ok, "the ledger refused a plan"
-        images = []
-        for name, index, row, first in plan.swapped_in:
-            self._fault("swap_in")
-            sequence = self._requests[name].sequences[index]
-            image, num_blocks = self._images.pop(sequence)
-            images.append((state.ledger.tables[row][first:num_blocks], image, first))
-        if allocation.copies:
-            self._fault("copy")
-        result = self.runner.issue(plan, sequences, images)
-        self._counts["num_dispatches"] += 1
-        if self._checker is not None:
-            result = self._checker.check(plan, allocation, result, self.runner, state.ledger)
-        if result is None:
-            return None
-        return _Issued(plan=plan, sequences=sequences, result=result, start_time=now)
+        return self.dispatcher.issue(plan, self.state, self._requests)
 
-    def _swap_out(self, sequence: Sequence, row: int) -> None:
-        self._fault("swap_out")
-        start = time.monotonic()
-        table = self.state.ledger.tables[row]
-        self._images[sequence] = self.runner.swap_out(table), len(table)
-        seconds = 2 * (time.monotonic() - start) / max(1, len(table))
-        self.state.costs.swapped_block = _mean(self.state.costs.swapped_block, seconds)
-
-    def _commit(self, issued: _Issued) -> list[RequestOutput]:
+    def _commit(self, issued: Issued, outputs: list[RequestOutput]) -> None:
         """Hands the results of a dispatch to its sequences."""
-        self._fault("read")
-        result: StepOutputs = jax.device_get(issued.result)
-        assert bool(result.ok), "the device ran out of blocks that the ledger had"
+        result = self.dispatcher.read(issued, self.state.costs)
         plan = issued.plan
-        prefilled = sum(s.num_tokens for s in plan.segments if not s.is_decode)
-        if prefilled:
-            seconds = (time.monotonic() - issued.start_time) / prefilled
-            self.state.costs.recomputed_token = _mean(self.state.costs.recomputed_token, seconds)
         touched: dict[Request, None] = {}
         for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
             sequence.num_unread -= segment.num_sampled
@@ -347,10 +292,13 @@ class Engine:
             touched[sequence.request] = None
             self._num_failures = 0
             if sequence.request.is_beam:
-                sequence.listed = (result.top_ids[0, i], result.top_logprobs[0, i])
+                sequence.listed = (
+                    np.asarray(result.top_ids[0, i]),
+                    np.asarray(result.top_logprobs[0, i]),
+                )
                 continue
             self._take_tokens(sequence, result, i, segment.is_decode)
-        return [output for request in touched for output in self._advance(request)]
+        outputs += [self._advance(request) for request in touched]
 
     def _take_tokens(
         self, sequence: Sequence, result: StepOutputs, i: int, is_decode: bool
@@ -364,54 +312,15 @@ class Engine:
                 return
         self.state.publish(sequence)
 
-    def _advance(self, request: Request) -> list[RequestOutput]:
+    def _advance(self, request: Request) -> RequestOutput:
         """The output of a request whose tokens were read; ends what has ended."""
         if request.is_beam:
-            self._advance_beams(request)
+            self._counts["generation_tokens"] += beams.advance(request, self.state, self.tokenizer)
         output = self._output(request)
         for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 self._drop(sequence)
-        if request.is_finished:
-            output = self._close(request, output)
-        return [output]
-
-    def _advance_beams(self, request: Request) -> None:
-        """Chooses the next tokens of all beams when the last of them has its candidates."""
-        beam, live = request.beam, request.live_beams
-        assert beam is not None
-        if any(sequence.listed is None for sequence in live):
-            return
-        ids, logprobs = zip(*(s.listed for s in live if s.listed is not None), strict=True)
-        chosen = beam.advance(np.stack(ids), np.stack(logprobs))
-        self._counts["generation_tokens"] += len(chosen)
-        for sequence in live:
-            sequence.listed = None
-        if request.first_token_time is None:
-            request.first_token_time = time.monotonic()
-        if not chosen:
-            answer.end_beams(request, self.tokenizer, None)
-            return
-        before = [(s.tokens, s.row, s.hashes, s.num_published) for s in live]
-        state, first = self.state, request.sequences[0]
-        is_start = len(live) == 1
-        for member, (source, token) in zip(request.sequences, chosen, strict=True):
-            tokens, row, hashes, num_published = before[source]
-            member.tokens = [*tokens, token]
-            member.hashes = list(hashes)
-            if is_start:
-                continue
-            if member.row is not None and row is not None and row != member.row:
-                state.reindexed[member.row] = row
-                member.num_published = num_published
-        request.live_beams = list(request.sequences)
-        if is_start and first.row is not None:
-            for member in request.sequences[1:]:
-                assert member.row is not None
-                state.start(member, member.row)
-                length = first.num_known - 1
-                state.forks.append(Fork(parent=first.row, child=member, num_tokens=length))
-            request.unforked = []
+        return self._close(request, output) if request.is_finished else output
 
     # Ends.
 
@@ -426,20 +335,20 @@ class Engine:
                 outputs.append(self._abort(name))
         return outputs
 
-    def _end_sequence(self, sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
-        """Ends one choice, or all beams of a request."""
+    def _cap(self, sequence: Sequence) -> RequestOutput:
+        """Ends one choice, or all beams of a request, that the whole pool cannot hold."""
         request = sequence.request
         if request.is_beam:
-            return [self._finish(request, reason)]
-        answer.end(sequence, reason)
+            return self._finish(request, "length")
+        answer.end(sequence, "length")
         output = self._output(request)
         self._drop(sequence)
-        return [self._close(request, output) if request.is_finished else output]
+        return self._close(request, output) if request.is_finished else output
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
         """Ends all of a request that has not ended."""
         if request.is_beam:
-            answer.end_beams(request, self.tokenizer, reason)
+            beams.end(request, self.tokenizer, reason)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 answer.end(sequence, reason)
@@ -450,7 +359,7 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> None:
         self.state.drop(sequence)
-        self._images.pop(sequence, None)
+        self.dispatcher.images.pop(sequence, None)
 
     def _close(self, request: Request, output: RequestOutput) -> RequestOutput:
         for sequence in request.sequences:
@@ -467,42 +376,40 @@ class Engine:
 
     # Failure.
 
-    def _fault(self, point: str) -> None:
-        if self.fault is not None:
-            self.fault(point)
-
-    def _guarded(self, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Runs a part of a step; whatever it raises leaves a usable engine."""
-        had_plan = self._planned is not None
+    def _guarded(
+        self, run: Callable[[list[RequestOutput]], None], outputs: list[RequestOutput]
+    ) -> None:
+        """Runs a part of a step; whatever it raises leaves a usable engine and loses no output."""
         try:
-            return run()
+            run(outputs)
         except Exception as error:
             self.error = error
             _logger.exception("a dispatch failed")
-            return self._recover(had_plan)
+            self._recover(error, outputs)
         except BaseException:
             self._renew()
             raise
 
-    def _recover(self, had_plan: bool) -> list[RequestOutput]:
+    def _recover(self, error: Exception, outputs: list[RequestOutput]) -> None:
         """Goes on after a failure, without the requests that fail again and again."""
         self._num_failures += 1
-        plan = self._planned
-        failing = {s.request_id for s in plan.segments} if plan is not None else set()
-        if self._unread is not None:
-            failing |= {sequence.request.request_id for sequence in self._unread.sequences}
-        del had_plan
-        outputs = []
         if self._num_failures > self._options.max_step_retries:
             self._num_failures = 0
-            names = failing or {s.request.request_id for s in self.state.running}
-            names = names or set(self._requests)
-            for name in sorted(names & set(self._requests)):
-                request = self._requests[name]
-                request.error = f"{type(self.error).__name__}: {self.error}"
-                outputs.append(self._finish(request, "error"))
+            segments = self._planned.segments if self._planned is not None else ()
+            names = {segment.request_id for segment in segments}
+            if self._unread is not None:
+                names |= {sequence.request.request_id for sequence in self._unread.sequences}
+            names = names or {s.request.request_id for s in self.state.running}
+            for name in sorted(names or set(self._requests)):
+                if (request := self._requests.get(name)) is not None:
+                    request.error = f"{type(error).__name__}: {error}"
+                    outputs.append(self._finish(request, "error"))
+        elif self._is_untouched:
+            return  # nothing was changed: the plan is made again
+        # Those that ended in the dispatch, but had not been told.
+        for request in [r for r in self._requests.values() if r.is_finished]:
+            outputs.append(self._close(request, self._output(request)))
         self._renew()
-        return outputs
 
     def _renew(self) -> None:
         """A new pool and new states; everybody waits, in order, with the tokens read so far."""
@@ -511,28 +418,18 @@ class Engine:
         self.state.costs = old.costs
         self.state.num_queried_tokens = old.num_queried_tokens
         self.state.num_hit_tokens = old.num_hit_tokens
-        if self._checker is not None:
-            self._checker = Checker(self.config)
-        self.runner.reset()
+        self.dispatcher.reset()
         for request in self._requests.values():
             self.state.restore(request)
-        kept = {s for r in self._requests.values() for s in r.sequences if s.swapped_tokens}
-        self._images = {s: image for s, image in self._images.items() if s in kept}
 
-    def _drain(self) -> list[RequestOutput]:
+    def _drain(self, outputs: list[RequestOutput]) -> None:
         """Gives the last blocks back when nobody is left to make a plan for."""
-        self._drain_unread()
+        self._drain_unread(outputs)
         while self.state.released:
             self._issue(schedule(self.state, time.monotonic(), self.config))
-        return []
 
-    def _drain_unread(self) -> None:
-        """Waits for a dispatch that nobody wants to know of any more."""
+    def _drain_unread(self, outputs: list[RequestOutput]) -> None:
+        """Reads what has been issued."""
         unread, self._unread = self._unread, None
         if unread is not None:
-            self._commit(unread)
-
-
-def _mean(old: float | None, new: float) -> float:
-    """A mean in which the last few count most."""
-    return new if old is None else 0.8 * old + 0.2 * new
+            self._commit(unread, outputs)

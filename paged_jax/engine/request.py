@@ -99,7 +99,7 @@ class Sequence:
     num_bypassed: int = 0
     """How often a later arrival was admitted while this one did not fit."""
     listed: tuple[np.ndarray, np.ndarray] | None = None
-    """Most likely next tokens of a beam and their log-probabilities, until all beams have theirs."""
+    """Candidates of a beam and their log-probabilities, until all beams have theirs."""
     beam_text: str | None = None
     """Text of a finished beam."""
     finish_reason: FinishReason | None = None

@@ -17,8 +17,8 @@ from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_stat
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.moves import apply_moves, row_mask
 from paged_jax.engine.request import Sequence
-from paged_jax.engine.swap import read_image, write_image
 from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
+from paged_jax.engine.swap import read_image, write_image
 from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
 from paged_jax.sampling_params import MAX_LOGPROBS
@@ -94,7 +94,9 @@ class Runner:
             self.kv = write_image(self.kv, ids, image, first)
         if not plan.segments:
             return None
-        program = choose(self.programs, plan.num_tokens, len(plan.segments))
+        is_single = all(segment.is_decode or segment.num_tokens == 1 for segment in plan.segments)
+        num_rows = len(plan.segments)
+        program = choose(self.programs, plan.num_tokens, num_rows, is_single=is_single)
         return self._dispatch(program, self._inputs(program, plan, sequences))
 
     def swap_out(self, ids: Listed[int]) -> KVCache:

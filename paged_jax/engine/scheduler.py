@@ -3,9 +3,9 @@
 import dataclasses
 import heapq
 import itertools
-from collections import Counter
 
 from paged_jax.config import ResolvedConfig
+from paged_jax.engine.block_budget import BlockBudget
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.scheduler_state import Fork, SchedulerState
 from paged_jax.plan import Plan, Segment
@@ -70,20 +70,10 @@ class _Round:
         self.swapped_in: list[tuple[str, int, int, int]] = []
         self.shares: list[tuple[int, tuple[int, ...], int]] = []
         self.restored: list[tuple[int, int]] = []
-        self.freed: list[int] = []
+        self.blocks = BlockBudget(state)
         self._next_forks: list[Fork] = []
-        self.num_free = state.ledger.num_free
-        """Blocks on the stack; below 0: as many cached ones are evicted."""
-        self._dropped: Counter[int] = Counter()  # owners of blocks among the rows freed
-        self.forks = {fork.child: fork for fork in state.forks}
         for fork in state.forks:
             fork.child.num_computed = fork.num_tokens
-        self._free_released()
-
-    @property
-    def available(self) -> int:
-        """Blocks that can still be given out."""
-        return self.num_free + self.state.num_cached
 
     def continue_running(self, sequence: Sequence) -> None:
         """Plans the next tokens of a sequence, at the expense of those behind it."""
@@ -93,8 +83,8 @@ class _Round:
         is_unread = sequence.num_unread > 0 and (sequence.request.is_beam or is_ending)
         if count == 0 or is_unread:
             return
-        cost = self._cost(sequence, count)
-        while cost > self.available:
+        cost = self.blocks.cost(sequence, count)
+        while cost > self.blocks.available:
             victim = self.state.running[-1]
             group = _group(victim)
             if sequence in group and all(other in group for other in self.state.running):
@@ -109,7 +99,7 @@ class _Round:
             self._preempt(group)
             if sequence in group:
                 return
-            cost = self._cost(sequence, count)
+            cost = self.blocks.cost(sequence, count)
         self._add(sequence, count, cost)
 
     def admit(self) -> None:
@@ -156,7 +146,7 @@ class _Round:
         segments = [segment for segment, _ in self.planned.values()]
         evicted, retained = (), ()
         if cache is not None:
-            evicted, retained = cache.evict(max(0, -self.num_free)), cache.take_pending()
+            evicted, retained = cache.evict(max(0, -self.blocks.num_free)), cache.take_pending()
         forks, branches, truncated = [], [], []
         for fork in state.forks:
             row = fork.child.row
@@ -169,7 +159,7 @@ class _Round:
         reindexed = sorted(state.reindexed.items())
         state.forks, state.reindexed = self._next_forks, {}
         return Plan(
-            free_rows=tuple(sorted(self.freed)),
+            free_rows=tuple(sorted(self.blocks.freed)),
             release_ids=evicted,
             retain_ids=retained,
             shares=tuple(self.shares),
@@ -186,51 +176,6 @@ class _Round:
             expired=expired,
         )
 
-    def _free_released(self) -> None:
-        """Frees rows of the past, but those that are forked now or have blocks to be retained."""
-        state = self.state
-        parents = {fork.parent for fork in state.forks} | set(state.reindexed.values())
-        for row in sorted(state.released - parents):
-            if state.cache is None or not state.cache.has_pending(state.ledger.tables[row]):
-                self._free(row)
-
-    def _free(self, row: int) -> None:
-        state, cache = self.state, self.state.cache
-        state.released.discard(row)
-        self.freed.append(row)
-        heapq.heappush(state.free_rows, row)
-        rowless = []
-        for block in state.ledger.tables[row]:
-            self._dropped[block] += 1
-            owners = state.ledger.refcounts[block] - self._dropped[block]
-            is_cached = cache is not None and block in cache
-            if owners == 0:
-                self.num_free += 1
-            elif owners == 1 and is_cached:
-                rowless.append(block)
-        if cache is not None:
-            cache.unreference(rowless)
-
-    def _cost(self, sequence: Sequence, count: int) -> int:
-        """Blocks for more tokens of a running sequence, a copy of a shared block included."""
-        ledger, size = self.state.ledger, self.config.block_size
-        assert sequence.row is not None
-        row, fork = sequence.row, self.forks.get(sequence)
-        is_copied = fork is not None
-        if fork is None:
-            row = self.state.reindexed.get(row, row)
-            table = ledger.tables[row]
-            # One writer of all may keep the block: that a copy can be counted too many is allowed.
-            is_copied = bool(table) and (
-                ledger.refcounts[table[-1]] - self._dropped[table[-1]] > 1
-                or row != sequence.row
-                or row in self.state.reindexed.values()
-            )
-        start = sequence.num_computed
-        return (
-            ceil_div(start + count, size) - ceil_div(start, size) + bool(is_copied and start % size)
-        )
-
     def _try_admission(self, sequence: Sequence, reserved: int) -> int | None:
         """Admits a sequence if it fits; returns the blocks that its prompt takes in later plans."""
         state, size = self.state, self.config.block_size
@@ -244,7 +189,7 @@ class _Round:
         num_reclaimed = 0
         if state.cache is not None:
             num_reclaimed = sum(map(state.cache.is_reclaimable, blocks))
-        if whole + num_reclaimed > self.available - reserved:
+        if whole + num_reclaimed > self.blocks.available - reserved:
             return None
         for member in members:
             member.row = heapq.heappop(state.free_rows)
@@ -262,7 +207,7 @@ class _Round:
             self.swapped_in.append((*sequence.key, row, first))
             self.restored.append((row, start - first * size))
             restored = ceil_div(start, size) - first
-            self.num_free -= restored
+            self.blocks.num_free -= restored
             cost -= restored
         state.forget_image(sequence)
         sequence.num_computed = start
@@ -315,7 +260,7 @@ class _Round:
             is_given=is_decode and sequence.request.is_beam,
         )
         self.planned[sequence] = (segment, cost)
-        self.num_free -= cost
+        self.blocks.num_free -= cost
         self.budget -= count
 
     def _take_out(self, sequence: Sequence) -> None:
@@ -323,7 +268,7 @@ class _Round:
         segment, cost = self.planned.pop(sequence, (None, 0))
         if segment is not None:
             self.budget += segment.num_tokens
-            self.num_free += cost
+            self.blocks.num_free += cost
 
     def _preempt(self, group: list[Sequence]) -> None:
         """Takes rows away from a sequence, or from all beams of a request, and frees them."""
@@ -337,7 +282,7 @@ class _Round:
             if row is None:
                 continue
             # A row that has yet to be forked holds nothing.
-            held = 0 if sequence in self.forks else sequence.num_computed
+            held = 0 if sequence in self.blocks.forks else sequence.num_computed
             blocks = ceil_div(held, size)
             state.release(sequence)
             if self._is_swapped(sequence, held):
@@ -347,7 +292,7 @@ class _Round:
             if state.cache is not None:
                 # Freed at once: what was published last cannot be retained any more.
                 state.cache.forget(state.ledger.tables[row])
-            self._free(row)
+            self.blocks.free(row)
         if request.is_beam:
             request.unforked = request.sequences[1:]
 
@@ -373,10 +318,10 @@ class _Round:
                 return
             left = sequence.request.max_total_tokens - sequence.num_expected
             steps[sequence] = count = min(self.config.decode_steps, left)
-            cost += self._cost(sequence, count) - planned
-        if cost > self.available:
+            cost += self.blocks.cost(sequence, count) - planned
+        if cost > self.blocks.available:
             return
-        self.num_free -= cost
+        self.blocks.num_free -= cost
         for sequence, count in steps.items():
             segment, planned = self.planned[sequence]
             self.planned[sequence] = (dataclasses.replace(segment, num_tokens=count), planned)

@@ -1,0 +1,74 @@
+"""Blocks that a plan can give out while it is made."""
+
+import heapq
+from collections import Counter
+
+from paged_jax.engine.request import Sequence
+from paged_jax.engine.scheduler_state import SchedulerState
+from paged_jax.shapes import ceil_div
+
+
+class BlockBudget:
+    """Counts ahead of the ledger: rows are freed before anything is taken."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.freed: list[int] = []
+        """Rows."""
+        self.num_free = state.ledger.num_free
+        """Blocks on the stack; below 0: as many cached ones are evicted."""
+        self.forks = {fork.child: fork for fork in state.forks}
+        """Rows that are forked by this plan."""
+        self._dropped: Counter[int] = Counter()  # owners of blocks among the rows freed
+        self._free_released()
+
+    @property
+    def available(self) -> int:
+        """Blocks that can still be given out, cached ones that nobody uses among them."""
+        return self.num_free + self.state.num_cached
+
+    def free(self, row: int) -> None:
+        """Frees a row in the plan being made; it can be given away again in the same plan."""
+        state, cache = self.state, self.state.cache
+        state.released.discard(row)
+        self.freed.append(row)
+        heapq.heappush(state.free_rows, row)
+        rowless = []
+        for block in state.ledger.tables[row]:
+            self._dropped[block] += 1
+            owners = state.ledger.refcounts[block] - self._dropped[block]
+            is_cached = cache is not None and block in cache
+            if owners == 0:
+                self.num_free += 1
+            elif owners == 1 and is_cached:
+                rowless.append(block)
+        if cache is not None:
+            cache.unreference(rowless)
+
+    def cost(self, sequence: Sequence, count: int) -> int:
+        """Blocks for more tokens of a running sequence, a copy of a shared block included."""
+        ledger, size = self.state.ledger, self.state.ledger.block_size
+        assert sequence.row is not None
+        row, fork = sequence.row, self.forks.get(sequence)
+        is_copied = fork is not None
+        if fork is None:
+            row = self.state.reindexed.get(row, row)
+            table = ledger.tables[row]
+            # One writer of all may keep the block: that a copy can be counted too many is allowed.
+            is_copied = bool(table) and (
+                ledger.refcounts[table[-1]] - self._dropped[table[-1]] > 1
+                or row != sequence.row
+                or row in self.state.reindexed.values()
+            )
+        start = sequence.num_computed
+        return (
+            ceil_div(start + count, size) - ceil_div(start, size) + bool(is_copied and start % size)
+        )
+
+    def _free_released(self) -> None:
+        """Frees rows of the past, but those that are forked now or have blocks to be retained."""
+        state = self.state
+        parents = {fork.parent for fork in state.forks} | set(state.reindexed.values())
+        for row in sorted(state.released - parents):
+            if state.cache is None or not state.cache.has_pending(state.ledger.tables[row]):
+                self.free(row)

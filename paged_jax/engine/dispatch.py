@@ -1,0 +1,109 @@
+"""One plan at a time to the ledger and to the device, and its results back."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from paged_jax.config import ResolvedConfig
+from paged_jax.core import KVCache
+from paged_jax.engine.checks import Checker
+from paged_jax.engine.request import Request, Sequence
+from paged_jax.engine.runner import Runner
+from paged_jax.engine.scheduler_state import Costs, SchedulerState
+from paged_jax.engine.step import StepOutputs
+from paged_jax.plan import Plan
+
+
+@dataclass(kw_only=True)
+class Issued:
+    """A dispatch whose results have not been read."""
+
+    plan: Plan
+    sequences: list[Sequence]
+    """One per segment: a result belongs to its sequence, whoever holds the row meanwhile."""
+    result: StepOutputs
+    start_time: float
+
+
+class Dispatcher:
+    """Keeps what goes with plans: host images of swapped sequences, and checks in debug mode."""
+
+    def __init__(self, runner: Runner, config: ResolvedConfig, *, is_checked: bool) -> None:
+        self.images: dict[Sequence, tuple[KVCache, int]] = {}
+        """Image and its number of blocks."""
+        self.on_fault_point: Callable[[str], None] | None = None
+        """Called at every fault point by its name, and may raise: for tests."""
+        self._runner = runner
+        self._config = config
+        self._checker = Checker(config) if is_checked else None
+
+    def issue(
+        self, plan: Plan, state: SchedulerState, requests: Mapping[str, Request]
+    ) -> Issued | None:
+        """Applies a plan to the ledger and on the device, without waiting for the device.
+
+        Returns: None for a plan without tokens.
+        """
+        now = time.monotonic()
+        sequences = [requests[s.request_id].sequences[s.index] for s in plan.segments]
+        for sequence in sequences:
+            if sequence.request.first_scheduled_time is None:
+                sequence.request.first_scheduled_time = now
+        for name, index, row in plan.swapped_out:
+            self._swap_out(requests[name].sequences[index], state, row)
+        self.fault("dispatch")
+        if self._checker is not None:
+            self._checker.follow(plan, [s.owner for s in sequences], state.ledger)
+        allocation = state.apply(plan, sequences)
+        assert allocation.ok, "the ledger refused a plan"
+        images = []
+        for name, index, row, first in plan.swapped_in:
+            self.fault("swap_in")
+            image, num_blocks = self.images.pop(requests[name].sequences[index])
+            images.append((state.ledger.tables[row][first:num_blocks], image, first))
+        if allocation.copies:
+            self.fault("copy")
+        result = self._runner.issue(plan, sequences, images)
+        if self._checker is not None:
+            result = self._checker.check(plan, allocation, result, self._runner, state.ledger)
+        if result is None:
+            return None
+        return Issued(plan=plan, sequences=sequences, result=result, start_time=now)
+
+    def read(self, issued: Issued, costs: Costs) -> StepOutputs:
+        """Waits for the results of a dispatch; numpy arrays."""
+        self.fault("read")
+        result: StepOutputs = jax.device_get(issued.result)
+        assert bool(result.ok), "the device ran out of blocks that the ledger had"
+        prefilled = sum(s.num_tokens for s in issued.plan.segments if not s.is_decode)
+        if prefilled:
+            seconds = (time.monotonic() - issued.start_time) / prefilled
+            costs.recomputed_token = _mean(costs.recomputed_token, seconds)
+        return result
+
+    def reset(self) -> None:
+        """A new pool; images of those who still wait for them stay."""
+        if self._checker is not None:
+            self._checker = Checker(self._config)
+        self._runner.reset()
+        self.images = {s: image for s, image in self.images.items() if s.swapped_tokens}
+
+    def fault(self, point: str) -> None:
+        """A place where tests let something fail."""
+        if self.on_fault_point is not None:
+            self.on_fault_point(point)
+
+    def _swap_out(self, sequence: Sequence, state: SchedulerState, row: int) -> None:
+        self.fault("swap_out")
+        start = time.monotonic()
+        table = state.ledger.tables[row]
+        self.images[sequence] = self._runner.swap_out(table), len(table)
+        seconds = 2 * (time.monotonic() - start) / max(1, len(table))
+        state.costs.swapped_block = _mean(state.costs.swapped_block, seconds)
+
+
+def _mean(old: float | None, new: float) -> float:
+    """A mean in which the last few count most."""
+    return new if old is None else 0.8 * old + 0.2 * new
