@@ -94,7 +94,9 @@ def decode_config(heads: Heads, kv: jax.Array, q_dtype: Any) -> DecodeConfig:
     found = lookup("paged_decode", key(heads, kv, q_dtype), DecodeConfig)
     if found is not None:
         return found
-    is_wide = heads.head_dim > 128 or jnp.float32 in (q_dtype, kv.dtype)
+    # Widened numbers of 8 bits and heads cut into parts take registers too.
+    is_cut = heads.head_dim & (heads.head_dim - 1) and kv.dtype.itemsize == 1
+    is_wide = heads.head_dim > 128 or jnp.float32 in (q_dtype, kv.dtype) or is_cut
     return DecodeConfig(block_k=32 if is_wide else 64)
 
 
@@ -106,7 +108,9 @@ def prefill_config(heads: Heads, kv: jax.Array, q_dtype: Any) -> PrefillConfig:
     if jnp.float32 in (q_dtype, kv.dtype):
         # Products without tensor cores: larger tiles, or fewer warps, spill registers.
         return PrefillConfig(tile_rows=16, block_k=16, num_warps=8)
-    is_wide = heads.head_dim > 128 or heads.group > 64
+    is_wide = heads.head_dim > 128 or heads.group > 64 or kv.dtype.itemsize == 1
+    if heads.head_dim > 128 and heads.head_dim & (heads.head_dim - 1):
+        return PrefillConfig(tile_rows=32, block_k=32, num_warps=8)
     return PrefillConfig(num_warps=8 if is_wide else 4)
 
 
