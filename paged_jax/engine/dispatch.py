@@ -9,6 +9,7 @@ import jax
 from paged_jax.config import ResolvedConfig
 from paged_jax.core import KVCache
 from paged_jax.engine.checks import Checker
+from paged_jax.engine.recording import Recorder
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.scheduler_state import Costs, SchedulerState
@@ -24,7 +25,10 @@ class Issued:
     sequences: list[Sequence]
     """One per segment: a result belongs to its sequence, whoever holds the row meanwhile."""
     result: StepOutputs
+    number: int
     start_time: float
+    told: dict[str, float]
+    """What events tell of it."""
 
 
 class Dispatcher:
@@ -38,6 +42,7 @@ class Dispatcher:
         self._runner = runner
         self._config = config
         self._checker = Checker(config) if is_checked else None
+        self.recorder = Recorder()
 
     def issue(
         self, plan: Plan, state: SchedulerState, requests: Mapping[str, Request]
@@ -54,10 +59,12 @@ class Dispatcher:
         for name, index, row in plan.swapped_out:
             self._swap_out(requests[name].sequences[index], state, row)
         self.fault("dispatch")
+        self.recorder.before(plan, state.ledger)
         if self._checker is not None:
             self._checker.follow(plan, [s.owner for s in sequences], state.ledger)
         allocation = state.apply(plan, sequences)
         assert allocation.ok, "the ledger refused a plan"
+        told = self.recorder.after(plan, allocation, state, requests)
         images = []
         for name, index, row, first in plan.swapped_in:
             self.fault("swap_in")
@@ -70,13 +77,21 @@ class Dispatcher:
             result = self._checker.check(plan, allocation, result, self._runner, state.ledger)
         if result is None:
             return None
-        return Issued(plan=plan, sequences=sequences, result=result, start_time=now)
+        return Issued(
+            plan=plan,
+            sequences=sequences,
+            result=result,
+            number=self.recorder.num_dispatches,
+            start_time=now,
+            told=told,
+        )
 
     def read(self, issued: Issued, costs: Costs) -> StepOutputs:
         """Waits for the results of a dispatch; numpy arrays."""
         self.fault("read")
         result: StepOutputs = jax.device_get(issued.result)
         assert bool(result.ok), "the device ran out of blocks that the ledger had"
+        self.recorder.read(issued.number, issued.start_time, issued.told)
         prefilled = sum(s.num_tokens for s in issued.plan.segments if not s.is_decode)
         if prefilled:
             seconds = (time.monotonic() - issued.start_time) / prefilled

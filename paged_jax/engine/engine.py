@@ -15,6 +15,7 @@ from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.engine import answer, beams
 from paged_jax.engine.dispatch import Dispatcher, Issued
+from paged_jax.engine.events import Event
 from paged_jax.engine.pool import resolve
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner, probe
@@ -163,6 +164,16 @@ class Engine:
         self._requests[request.request_id] = request
         self.state.add(request)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        self.dispatcher.recorder.added(request)
+
+    @property
+    def events(self) -> Callable[[Event], None] | None:
+        """Called with every `Event`; None: nobody listens."""
+        return self.dispatcher.recorder.sink
+
+    @events.setter
+    def events(self, sink: Callable[[Event], None] | None) -> None:
+        self.dispatcher.recorder.sink = sink
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -285,6 +296,7 @@ class Engine:
         result = self.dispatcher.read(issued, self.state.costs)
         plan = issued.plan
         touched: dict[Request, None] = {}
+        waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
         for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
             sequence.num_unread -= segment.num_sampled
             if not segment.num_sampled or sequence.finish_reason is not None:
@@ -299,6 +311,9 @@ class Engine:
                 continue
             self._take_tokens(sequence, result, i, segment.is_decode)
         outputs += [self._advance(request) for request in touched]
+        for request in dict.fromkeys(waited):
+            if request.first_token_time is not None:
+                self.dispatcher.recorder.first_token(request)
 
     def _take_tokens(
         self, sequence: Sequence, result: StepOutputs, i: int, is_decode: bool
@@ -365,6 +380,7 @@ class Engine:
         for sequence in request.sequences:
             self._drop(sequence)
         request.finished_time = time.monotonic()
+        self.dispatcher.recorder.ended(request, request.sequences[-1].finish_reason or "abort")
         self._requests.pop(request.request_id, None)
         metrics = dataclasses.replace(output.metrics, finished_time=request.finished_time)
         return dataclasses.replace(output, metrics=metrics)
@@ -393,6 +409,7 @@ class Engine:
     def _recover(self, error: Exception, outputs: list[RequestOutput]) -> None:
         """Goes on after a failure, without the requests that fail again and again."""
         self._num_failures += 1
+        self.dispatcher.recorder.failed()
         if self._num_failures > self._options.max_step_retries:
             self._num_failures = 0
             segments = self._planned.segments if self._planned is not None else ()
@@ -407,8 +424,8 @@ class Engine:
         elif self._is_untouched:
             return  # nothing was changed: the plan is made again
         # Those that ended in the dispatch, but had not been told.
-        for request in [r for r in self._requests.values() if r.is_finished]:
-            outputs.append(self._close(request, self._output(request)))
+        ended = [request for request in self._requests.values() if request.is_finished]
+        outputs += [self._close(request, self._output(request)) for request in ended]
         self._renew()
 
     def _renew(self) -> None:
