@@ -32,7 +32,7 @@ class Event:
 
     `data` of a "dispatch" holds num_tokens, num_rows, num_decode (tokens and rows that it ran),
     num_running, num_waiting, num_swapped (requests after it), num_free, num_cached (blocks after
-    it), and the seconds that it took.
+    it), and the seconds that it took; of what concerns a row, its number.
     """
 
     time: float
@@ -44,7 +44,7 @@ class Event:
     ids: tuple[int, ...] = ()
     """Blocks concerned; of a "copy" source and destination."""
     count: int = 0
-    """Blocks, or tokens of an "add", a "first_token" and a "finish"."""
+    """Blocks; tokens of an "add" (prompt), an "admit" (cached), a "first_token", and an end."""
     data: Mapping[str, float] = field(default_factory=dict)
 
 

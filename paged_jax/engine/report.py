@@ -8,7 +8,7 @@ from paged_jax.engine.occupancy import BlockUse, KVWaste, block_uses
 from paged_jax.ledger import Ledger
 
 
-class Recorder:
+class RunLog:
     """Collects the events of a run and looks at its blocks; pass it as `events`.
 
     Args:

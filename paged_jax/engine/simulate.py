@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paged_jax.config import ResolvedConfig
 from paged_jax.engine.events import Event
-from paged_jax.engine.report import Recorder, latencies, percentile
+from paged_jax.engine.report import RunLog, latencies, percentile
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.scheduler import schedule
 from paged_jax.engine.scheduler_state import SchedulerState
@@ -39,7 +39,7 @@ def simulate(
     trace: SequenceOf[TraceRequest],
     config: ResolvedConfig,
     cost: DispatchCost,
-    recorder: Recorder,
+    log: RunLog,
 ) -> dict[str, float]:
     """Runs a trace to its end.
 
@@ -47,22 +47,22 @@ def simulate(
       trace: By arrival.
       config: Sizes and policies; preemption is by recomputing.
       cost: What a dispatch takes.
-      recorder: Is shown every event and, after each dispatch, the blocks.
-    Returns: The recorder's figures; `prefix_hit_fraction`, prompt tokens that were cached when
+      log: Is shown every event and, after each dispatch, the blocks.
+    Returns: The figures of the log; `prefix_hit_fraction`, prompt tokens that were cached when
       their request was first admitted; `urgent_ttft_p99_s`, of the requests of the lowest number
       of priority.
     Raises: ValueError for a request that the pool or `max_model_len` cannot hold.
     """
     _check(trace, config)
-    run = _Simulation(trace, config, cost, recorder)
+    run = _Simulation(trace, config, cost, log)
     while run.pending or run.requests:
         run.step()
     queries = sum(request.prompt_tokens for request in trace)
     lowest = min(request.priority for request in trace)
     urgent = {str(i) for i, request in enumerate(trace) if request.priority == lowest}
-    times = latencies(event for event in recorder.events if event.request_id in urgent)
+    times = latencies(event for event in log.events if event.request_id in urgent)
     return {
-        **recorder.figures(),
+        **log.figures(),
         "prefix_hit_fraction": run.num_hits / queries,
         "urgent_ttft_p99_s": percentile(times.first_token, 99),
     }
@@ -90,9 +90,9 @@ class _Simulation:
         trace: SequenceOf[TraceRequest],
         config: ResolvedConfig,
         cost: DispatchCost,
-        recorder: Recorder,
+        log: RunLog,
     ) -> None:
-        self.config, self.cost, self.recorder = config, cost, recorder
+        self.config, self.cost, self.log = config, cost, log
         self.state = SchedulerState.create(config)
         self.pending = deque(
             (arrival.arrival, _request(i, arrival, prompt), output)
@@ -128,7 +128,7 @@ class _Simulation:
             self._tell("evict", ids=plan.release_ids, count=len(plan.release_ids))
         seconds = self.cost.seconds(plan) if plan.segments else 0.0
         self.now += seconds
-        self.recorder.look(self.state.ledger, self._names)
+        self.log.look(self.state.ledger, self._names)
         for name, _ in plan.capped:
             self._finish(self.requests[name][0])
         for segment, sequence in zip(plan.segments, sequences, strict=True):
@@ -183,7 +183,7 @@ class _Simulation:
         }
 
     def _tell(self, kind, request_id=None, *, time=None, **fields) -> None:
-        self.recorder(
+        self.log(
             Event(
                 time=self.now if time is None else time,
                 dispatch=self.num_dispatches,

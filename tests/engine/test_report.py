@@ -2,7 +2,7 @@ import pytest
 
 from paged_jax.engine.events import Event
 from paged_jax.engine.occupancy import BlockUse, KVWaste, block_uses
-from paged_jax.engine.report import Recorder, latencies, percentile, summary
+from paged_jax.engine.report import RunLog, latencies, percentile, summary
 from paged_jax.ledger import Ledger
 
 
@@ -125,21 +125,21 @@ def test_a_shared_tail_is_counted_as_far_as_it_is_read():
     assert (waste.num_empty, waste.num_slots) == (3, 8)
 
 
-def test_a_recorder_forwards_events_and_keeps_the_fullest_moment(ledger):
+def test_a_log_forwards_events_and_keeps_the_fullest_moment(ledger):
     seen = []
-    recorder = Recorder(16, forward=seen.append, keeps_blocks=True)
+    log = RunLog(16, forward=seen.append, keeps_blocks=True)
     for one in RUN:
-        recorder(one)
-    recorder.look(ledger, lambda: {0: "a"})
+        log(one)
+    log.look(ledger, lambda: {0: "a"})
     ledger.free([0])
-    recorder.look(ledger, lambda: {1: "b"})
-    assert seen == recorder.events == RUN
-    assert [use.owners for use in recorder.fullest[:2]] == [("a", "row 1"), ("a",)]
-    assert recorder.figures()["num_requests"] == 2
-    assert 0 < recorder.figures()["kv_waste_fraction"] < 1
+    log.look(ledger, lambda: {1: "b"})
+    assert seen == log.events == RUN
+    assert [use.owners for use in log.fullest[:2]] == [("a", "row 1"), ("a",)]
+    assert log.figures()["num_requests"] == 2
+    assert 0 < log.figures()["kv_waste_fraction"] < 1
 
 
-def test_a_recorder_asks_for_no_names_without_a_picture(ledger):
-    recorder = Recorder(16)
-    recorder.look(ledger, lambda: pytest.fail("asked"))
-    assert recorder.fullest == []
+def test_a_log_asks_for_no_names_without_a_picture(ledger):
+    log = RunLog(16)
+    log.look(ledger, lambda: pytest.fail("asked"))
+    assert log.fullest == []

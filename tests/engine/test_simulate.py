@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import mixed_trace
 from paged_jax.config import ResolvedConfig
-from paged_jax.engine.report import Recorder
+from paged_jax.engine.report import RunLog
 from paged_jax.engine.simulate import DispatchCost, simulate
 from paged_jax.engine.trace import TraceRequest, read_trace, sharegpt_like
 
@@ -21,7 +21,7 @@ def request(arrival, prompt_tokens, output_tokens, **fields):
 
 
 def run(trace, cost=COST, **options):
-    """Figures and recorder of a trace under the options."""
+    """Figures and run_log of a trace under the options."""
     settings = {
         "max_model_len": 64,
         "block_size": 4,
@@ -33,50 +33,50 @@ def run(trace, cost=COST, **options):
         "decode_steps": 1,
     }
     config = ResolvedConfig(**{**settings, **options})
-    recorder = Recorder(config.max_model_len, keeps_blocks=True)
-    return simulate(trace, config, cost, recorder), recorder
+    run_log = RunLog(config.max_model_len, keeps_blocks=True)
+    return simulate(trace, config, cost, run_log), run_log
 
 
-def times(recorder, kind):
-    return {e.request_id: e.time for e in recorder.events if e.kind == kind}
+def times(run_log, kind):
+    return {e.request_id: e.time for e in run_log.events if e.kind == kind}
 
 
 def test_one_request_takes_a_dispatch_per_token():
-    figures, recorder = run([request(2.0, 8, 3)])
+    figures, run_log = run([request(2.0, 8, 3)])
     # Prompt: 1 + 8/8 s; then two tokens at 1 + 1/8 s.
-    assert times(recorder, "add") == {"0": 2.0}
-    assert times(recorder, "first_token") == {"0": 4.0}
-    assert times(recorder, "finish") == {"0": 6.25}
+    assert times(run_log, "add") == {"0": 2.0}
+    assert times(run_log, "first_token") == {"0": 4.0}
+    assert times(run_log, "finish") == {"0": 6.25}
     assert (figures["ttft_p50_s"], figures["latency_p99_s"]) == (2.0, 4.25)
     assert (figures["num_dispatches"], figures["mean_batch_rows"]) == (3, 1.0)
 
 
 def test_several_steps_of_a_dispatch_cost_as_many():
-    figures, recorder = run([request(0.0, 8, 5)], decode_steps=4)
-    assert times(recorder, "finish") == {"0": 2.0 + 4 * 1.125}
+    figures, run_log = run([request(0.0, 8, 5)], decode_steps=4)
+    assert times(run_log, "finish") == {"0": 2.0 + 4 * 1.125}
     assert figures["num_dispatches"] == 2
 
 
 def test_who_arrives_during_a_dispatch_waits_for_its_end():
-    _, recorder = run([request(0.0, 8, 1), request(1.0, 8, 1)])
-    assert times(recorder, "add") == {"0": 0.0, "1": 1.0}
-    assert times(recorder, "finish") == {"0": 2.0, "1": 4.0}
-    admitted = [e for e in recorder.events if e.kind == "admit"]
+    _, run_log = run([request(0.0, 8, 1), request(1.0, 8, 1)])
+    assert times(run_log, "add") == {"0": 0.0, "1": 1.0}
+    assert times(run_log, "finish") == {"0": 2.0, "1": 4.0}
+    admitted = [e for e in run_log.events if e.kind == "admit"]
     assert [(e.request_id, e.time) for e in admitted] == [("0", 0.0), ("1", 2.0)]
 
 
 def test_nothing_happens_between_arrivals():
-    figures, recorder = run([request(0.0, 8, 1), request(100.0, 8, 1)])
-    assert times(recorder, "finish") == {"0": 2.0, "1": 102.0}
+    figures, run_log = run([request(0.0, 8, 1), request(100.0, 8, 1)])
+    assert times(run_log, "finish") == {"0": 2.0, "1": 102.0}
     assert figures["num_dispatches"] == 2
     assert figures["seconds"] == 102.0
 
 
 def test_a_long_prompt_runs_in_chunks():
-    _, recorder = run([request(0.0, 40, 1)], max_num_batched_tokens=16)
-    tokens = [e.data["num_tokens"] for e in recorder.events if e.kind == "dispatch"]
+    _, run_log = run([request(0.0, 40, 1)], max_num_batched_tokens=16)
+    tokens = [e.data["num_tokens"] for e in run_log.events if e.kind == "dispatch"]
     assert tokens == [16, 16, 8, 0]
-    assert times(recorder, "finish") == {"0": 3 + 40 / 8}
+    assert times(run_log, "finish") == {"0": 3 + 40 / 8}
 
 
 def test_the_urgent_go_first_with_priority():
@@ -94,17 +94,17 @@ def test_a_prefix_of_a_group_is_computed_once():
         request(4.0 * i, 24, 2, prefix_group=group, prefix_tokens=16)
         for i, group in enumerate(["a", "a", "b", "a"])
     ]
-    figures, recorder = run(trace)
+    figures, run_log = run(trace)
     # The second and the fourth find four whole blocks.
     assert figures["prefix_hit_fraction"] == 2 * 16 / (4 * 24)
-    assert [e.count for e in recorder.events if e.kind == "admit"] == [0, 16, 0, 16]
+    assert [e.count for e in run_log.events if e.kind == "admit"] == [0, 16, 0, 16]
     assert run(trace, enable_prefix_caching=False)[0]["prefix_hit_fraction"] == 0
 
 
 def test_blocks_are_seen_when_they_are_fullest():
     trace = [request(0.0, 6, 8), request(4.0, 6, 8)]
-    _, recorder = run(trace, num_blocks=12, enable_prefix_caching=False)
-    owners = [use.owners for use in recorder.fullest]
+    _, run_log = run(trace, num_blocks=12, enable_prefix_caching=False)
+    owners = [use.owners for use in run_log.fullest]
     assert owners.count(("0",)) == 4
     assert owners.count(("1",)) >= 2
     assert len(owners) == 12
@@ -112,16 +112,16 @@ def test_blocks_are_seen_when_they_are_fullest():
 
 def test_preempted_requests_end_too():
     trace = [request(0.0, 8, 24) for _ in range(6)]
-    figures, recorder = run(trace, num_blocks=16)
+    figures, run_log = run(trace, num_blocks=16)
     assert figures["num_preemptions"] > 0
-    assert figures["num_preemptions"] == sum(e.kind == "preempt" for e in recorder.events)
-    assert [e.count for e in recorder.events if e.kind == "finish"] == [24] * 6
+    assert figures["num_preemptions"] == sum(e.kind == "preempt" for e in run_log.events)
+    assert [e.count for e in run_log.events if e.kind == "finish"] == [24] * 6
     assert run(trace)[0]["num_preemptions"] == 0
 
 
 def test_a_request_that_fills_the_pool_ends_early():
-    _, recorder = run([request(0.0, 8, 40)], num_blocks=4)
-    [finish] = [e for e in recorder.events if e.kind == "finish"]
+    _, run_log = run([request(0.0, 8, 40)], num_blocks=4)
+    [finish] = [e for e in run_log.events if e.kind == "finish"]
     # 16 slots hold all but the last token that is sampled.
     assert finish.count == 9
 
@@ -129,10 +129,10 @@ def test_a_request_that_fills_the_pool_ends_early():
 def test_all_blocks_are_free_or_cached_at_the_end():
     trace = sharegpt_like(40, request_rate=5.0, seed=0, max_model_len=256)
     for options in ({}, {"enable_prefix_caching": False}):
-        figures, recorder = run(
+        figures, run_log = run(
             trace, FAST, max_model_len=256, num_blocks=80, decode_steps=8, **options
         )
-        last = recorder.events[-1].data
+        last = run_log.events[-1].data
         assert last["num_free"] + last["num_cached"] == 80
         assert last["num_running"] == last["num_waiting"] == 0
         assert figures["output_tokens"] == sum(r.output_tokens for r in trace)
