@@ -12,7 +12,7 @@ from tests.byte_tokenizer import SPECIAL, TEMPLATE, byte_backend
 
 TINY_LLAMA = Path(__file__).parent / "data" / "tiny" / "llama"
 
-COMMANDS = ["chat", "generate", "download", "info"]
+COMMANDS = ["chat", "generate", "bench", "download", "info"]
 # Two compiled programs serve every test.
 ENGINE = [
     *("--max-model-len", "256", "--block-size", "16", "--num-blocks", "32"),

@@ -4,9 +4,15 @@ import argparse
 import sys
 from typing import NoReturn
 
-from paged_jax.cli import chat, download, generate, info
+from paged_jax.cli import bench, chat, download, generate, info
 
-_COMMANDS = {"chat": chat, "generate": generate, "download": download, "info": info}
+_COMMANDS = {
+    "chat": chat,
+    "generate": generate,
+    "bench": bench,
+    "download": download,
+    "info": info,
+}
 
 
 class _Parser(argparse.ArgumentParser):

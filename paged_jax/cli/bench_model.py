@@ -1,0 +1,93 @@
+"""`paged-jax bench` with a model: random prompts, exact output lengths, arrivals at a rate."""
+
+import argparse
+import dataclasses
+import random
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from paged_jax.cli import options
+from paged_jax.cli.bench import run_log
+from paged_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_jax.engine import Engine
+    from paged_jax.engine.events import Event
+    from paged_jax.engine.report import RunLog
+
+
+def run_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Loads the model, compiles its programs, runs the load, and returns its figures.
+
+    Raises: ValueError for sizes that make no load, or that the model refuses.
+    """
+    for name in ("num_requests", "prompt_len", "output_len"):
+        if getattr(arguments, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} ({getattr(arguments, name)}) must be at least 1")
+    if not 0 <= arguments.prefix_len <= arguments.prompt_len:
+        raise ValueError(
+            f"--prefix-len ({arguments.prefix_len}) must be in 0..{arguments.prompt_len}, "
+            "the prompt's length"
+        )
+    engine_options = {
+        "max_num_seqs": min(256, arguments.num_requests),
+        "warmup": "all",  # nothing compiles while the clock runs
+        **options.engine_options(arguments),
+    }
+    from paged_jax.cli.status import startup_status
+
+    with startup_status():
+        from paged_jax.llm import LLM
+
+        llm = LLM(arguments.model, **engine_options)
+    with llm, run_log(arguments, llm.engine.config.max_model_len) as made:
+        _run_load(llm.engine, arguments, made)
+        stats = llm.stats()
+        queries = stats["prefix_queries_tokens"]
+        return {
+            **made.figures(),
+            "prefix_hit_fraction": stats["prefix_hits_tokens"] / queries if queries else 0.0,
+            "stats": stats,
+        }
+
+
+def _run_load(engine: "Engine", arguments: argparse.Namespace, made: "RunLog") -> None:
+    """Submits every request when it is due and steps the engine until all have ended."""
+    draw = random.Random(arguments.seed or 0)
+    prefix = [draw.randrange(engine.vocab_size) for _ in range(arguments.prefix_len)]
+    rest = arguments.prompt_len - len(prefix)
+    prompts = [
+        prefix + [draw.randrange(engine.vocab_size) for _ in range(rest)]
+        for _ in range(arguments.num_requests)
+    ]
+    due, start = 0.0, time.monotonic()
+    pending: deque[tuple[float, str, list[int]]] = deque()
+    for i, prompt in enumerate(prompts):
+        pending.append((start + due, str(i), prompt))
+        due += draw.expovariate(arguments.request_rate) if arguments.request_rate else 0.0
+    arrivals: dict[str | None, float] = {name: at for at, name, _ in pending}
+
+    def tell(event: "Event") -> None:
+        # A request that had to wait for a step to end before it was taken in has arrived before.
+        if event.kind == "add":
+            event = dataclasses.replace(event, time=arrivals[event.request_id])
+        made(event)
+
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.output_len, ignore_eos=True)
+    engine.events = tell
+    while pending or engine.has_unfinished():
+        while pending and pending[0][0] <= time.monotonic():
+            _, name, prompt = pending.popleft()
+            engine.add_request(name, prompt, params)
+        if engine.has_unfinished():
+            engine.step()
+            made.look(engine.state.ledger, lambda: _names(engine))
+        else:
+            time.sleep(max(0.0, pending[0][0] - time.monotonic()))
+
+
+def _names(engine: "Engine") -> dict[int, str]:
+    running = engine.state.running
+    return {s.row: s.request.request_id for s in running if s.row is not None}
