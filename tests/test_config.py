@@ -8,9 +8,6 @@ FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 
 # Option, its only value, and values that code written for vLLM may bring.
 ONE_VALUE = [
-    ("enable_prefix_caching", False, True),
-    ("scheduling_policy", "fcfs", "priority"),
-    ("preemption_mode", "recompute", "swap"),
     ("tensor_parallel_size", 1, 2),
     ("kv_cache_dtype", "auto", "fp8"),
 ]
@@ -21,7 +18,13 @@ SIZES = [
     "kv_cache_memory_bytes",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "decode_steps",
 ]
+SWITCHES = ["strict_compile", "debug", "enable_prefix_caching", "overlap"]
+NAMED = {
+    "scheduling_policy": ["fcfs", "priority"],
+    "preemption_mode": ["recompute", "swap", "auto"],
+}
 
 
 def test_defaults_are_valid():
@@ -55,6 +58,42 @@ def test_a_size_must_be_a_positive_integer(name, value):
     with pytest.raises(ValueError, match=name) as caught:
         EngineConfig(**{name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_true_or_false(name):
+    assert getattr(EngineConfig(**{"warmup": "all", name: True}), name) is True
+    for value in (1, None, "yes"):
+        with pytest.raises(ValueError, match=f"{name}.* must be True or False") as caught:
+            EngineConfig(**{name: value})
+        assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_policy_is_one_of_its_names(name):
+    for value in NAMED[name]:
+        assert getattr(EngineConfig(**{name: value}), name) == value
+    assert getattr(EngineConfig(), name) == NAMED[name][0]
+    for value in ("lifo", None, True):
+        with pytest.raises(ValueError, match=f"one of {', '.join(NAMED[name])}") as caught:
+            EngineConfig(**{name: value})
+        assert f"{name} ({value!r})" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), "4", True, None])
+def test_swap_space_is_a_number_of_gib(value):
+    with pytest.raises(ValueError, match=r"swap_space .* GiB of at least 0") as caught:
+        EngineConfig(swap_space=value)
+    assert repr(value) in str(caught.value)
+    assert EngineConfig(swap_space=0).swap_space == 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True, None])
+def test_retries_are_counted(value):
+    with pytest.raises(ValueError, match=r"max_step_retries .* integer of at least 0") as caught:
+        EngineConfig(max_step_retries=value)
+    assert repr(value) in str(caught.value)
+    assert EngineConfig(max_step_retries=0).max_step_retries == 0
 
 
 def test_max_model_len_leaves_room_for_an_output_token():

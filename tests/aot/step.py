@@ -9,13 +9,14 @@ from flax import nnx
 
 from paged_jax import core
 from paged_jax.decode import create_row_state
-from paged_jax.engine.step import StepInputs, make_step
+from paged_jax.engine.step import Sizes, StepInputs, make_step
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.spec import DecoderSpec, RopeSpec
 from tests.aot.programs import Program
 
 NUM_ROWS = 64
 CONTEXT_LEN = 8192
+SIZES = Sizes(decode_steps=8, num_listed=20)  # as of an engine of default options
 POOL_TOKENS = 65536  # with all 32 layers and the weights 25 of v6e's 32 GB
 
 
@@ -53,7 +54,7 @@ def llama_step(
     )
     rows = jax.eval_shape(lambda: create_row_state(NUM_ROWS))
     return Program(
-        fn=make_step(graphdef, treedef),
+        fn=make_step(graphdef, treedef, SIZES),
         args=(tuple(leaves), kv, blocks, rows, _inputs(num_tokens)),
         donate=(1,),
         pools=(kv.kv,),
@@ -67,10 +68,14 @@ def _inputs(num_tokens: int) -> StepInputs:
     i32, flag = functools.partial(array, jnp.int32), functools.partial(array, jnp.bool_)
     return StepInputs(
         free_rows=flag(NUM_ROWS),
+        retain_ids=i32(64),
         tokens=i32(num_tokens),
         row_ids=i32(NUM_ROWS),
         query_lens=i32(NUM_ROWS),
+        sources=i32(NUM_ROWS),
         num_decode=i32(),
+        num_steps=i32(),
+        is_given=flag(NUM_ROWS),
         is_sampled=flag(NUM_ROWS),
         is_admission=flag(NUM_ROWS),
         has_logprobs=flag(NUM_ROWS),

@@ -4,6 +4,7 @@ Every plan runs in debug mode, so the engine also compares its blocks with the l
 with the shadow. Blocks hold 4 tokens.
 """
 
+import dataclasses
 import functools
 import random
 
@@ -16,13 +17,13 @@ from paged_jax.ledger import Ledger
 from paged_jax.plan import Plan
 from tests.core.histories import PARTS, History, plan_of
 from tests.core.transitions import assert_same, state_of
-from tests.engine.harness import BLOCK, make_engine, run_all
-from tests.engine.plans import GREEDY, Player, decode, prefill
+from tests.engine.harness import BLOCK, PLAIN, make_engine, run_all
+from tests.engine.plans import GREEDY, Player, choice, decode, prefill
 
 
 def one_program(model) -> Engine:
     """An engine that runs all plans in its largest program, so that no other is compiled."""
-    engine = make_engine(model)
+    engine = make_engine(model, **PLAIN)
     engine.runner.programs = engine.runner.programs[-1:]
     return engine
 
@@ -213,6 +214,37 @@ def test_the_parts_of_a_plan_are_applied_in_their_order(player, prompt, alone):
     assert player.tokens["c"] == alone(prompt)[:1]
 
 
+def test_choices_start_where_their_prompt_ends(player, prompt, alone):
+    player.add("a", prompt[:6], dataclasses.replace(GREEDY, n=3))
+    # The others sample from the last token of row 0; they have no tokens of their own yet.
+    others = [choice("a", 1, 2, 6, 0), choice("a", 2, 5, 6, 0)]
+    player.play(prefill("a", 0, 0, 6), *others)
+    assert player.tables == {0: [1, 2]}
+    player.play(
+        *(decode("a", row, 6, index=index) for index, row in enumerate((0, 2, 5))),
+        branches=((0, 2), (0, 5)),
+    )
+    assert player.tables == {0: [1, 2], 2: [1, 3], 5: [1, 4]}
+    reads = [player.read_by(row) for row in (0, 2, 5)]
+    assert reads == ["a.0 0-6", "a.0 0-5, a.1 6", "a.0 0-5, a.2 6"]
+    assert player.choices["a"] == [alone(prompt[:6])[:2]] * 3
+
+
+def test_several_decode_steps_say_what_single_ones_say(toy, monkeypatch, prompt, alone):
+    engine = make_engine(toy, **{**PLAIN, "decode_steps": 8})
+    player = Player(engine, monkeypatch)
+    for name, row, count in (("a", 0, 6), ("b", 3, 3)):
+        player.add(name, prompt[:count])
+        player.play(prefill(name, row, 0, count))
+    # Row 0 runs six steps and row 3 two of them, over the end of block 2.
+    player.play(decode("a", 0, 6, 6), decode("b", 3, 3, 2))
+    assert player.tables == {0: [1, 2, 4], 3: [3, 5]}
+    assert (player.read_by(0), player.read_by(3)) == ("a 0-11", "b 0-4")
+    player.play(decode("b", 3, 5, 8), decode("a", 0, 12, 1))
+    assert player.tokens["a"] == alone(prompt[:6])[:8]
+    assert player.tokens["b"] == alone(prompt[:3])[:11]
+
+
 def allocation(history: History, rng: random.Random) -> dict[int, int]:
     """Tokens for a few rows, as many as one step and the pool can take."""
     counts = {row: rng.randint(1, 7) for row in history.some_rows(rng, history.max_seqs)}
@@ -230,23 +262,23 @@ def test_any_plan_leaves_each_row_with_its_own_tokens(toy, rng):
     sizes = (config.num_blocks, BLOCK, config.max_num_seqs, config.max_blocks_per_seq)
     history, ledger = History(*sizes), Ledger(*sizes)
     engine.add_request("a", rng.integers(0, 258, 63), GREEDY)
-    (request,) = engine.state.waiting
-    request.output_ids = [0]  # so that every position of a row has a token
+    (sequence,) = engine.state.waiting
+    sequence.tokens.append(0)  # so that every position of a row has a token
     draws, reached = random.Random(1), {}
     for step in range(40):
         drawn = history.draw(draws, PARTS[:-1])
         starts = [len(tags) for tags in history.tags]
         drawn["allocate"] = counts = allocation(history, draws)
         assert history.naive.allocate(counts).reason == 0
-        request.order = step  # the owner of all that this plan writes
+        sequence.request.order = step  # the writer of all of this plan
         segments = [
             prefill("a", row, starts[row], count, is_sampled=False) for row, count in counts.items()
         ]
         plan = plan_of(drawn)
         plan = Plan(**{**vars(plan), "segments": tuple(s for s in segments if s.num_tokens)})
-        runner.run(plan, {"a": request})
+        runner.issue(plan, [sequence] * len(plan.segments), ())
         ledger.apply(plan)
-        written = core.expected_tags(step, np.arange(64))
+        written = core.expected_tags(sequence.owner, np.arange(64))
         for row, count in counts.items():
             history.tags[row] += written[starts[row] : starts[row] + count]
         assert_same(runner.blocks, state_of(ledger))

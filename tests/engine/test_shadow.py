@@ -16,7 +16,7 @@ from paged_jax.config import EngineConfig
 from paged_jax.core import AuditError, CacheSpec
 from paged_jax.engine import Engine
 from paged_jax.engine import step as step_module
-from tests.engine.harness import assert_idle, run_all
+from tests.engine.harness import PLAIN, assert_idle, run_all
 from tests.engine.plans import GREEDY, Player, decode, prefill
 
 VOCAB = 8
@@ -35,11 +35,14 @@ class Parrot(nnx.Module):
         return hidden
 
 
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
 def make_parrot(debug: bool = True) -> Engine:
     """An engine of 12 blocks of 4 tokens and 4 rows, with one program for all plans."""
     sizes = {"block_size": 4, "num_blocks": 12, "max_num_seqs": 4}
     limits = {"max_model_len": 16, "max_num_batched_tokens": 16}
-    engine = Engine(Parrot(), EngineConfig(debug=debug, **sizes, **limits))
+    engine = Engine(Parrot(), EngineConfig(debug=debug, **PLAIN, **sizes, **limits))
     engine.runner.programs = engine.runner.programs[-1:]
     return engine
 
@@ -48,7 +51,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Player:
     """Rows 0 and 1 share six tokens of request a in blocks 1 and 2; row 3 holds three of c in 3."""
     player = Player(make_parrot(), monkeypatch)
     for name in "abc":
-        player.add(name, [1, 2, 3, 4, 5, 6])
+        player.add(name, PROMPT)
     player.play(prefill("a", 0, 0, 6), prefill("c", 3, 0, 3, is_sampled=False))
     player.play(forks=((0, 1),))
     return player
@@ -135,11 +138,15 @@ def test_after_a_fault_the_engine_starts_over(monkeypatch):
     with pytest.raises(AuditError, match=r"row 0 reads position 0 .* nobody has written"):
         append_to_both(player)
     monkeypatch.undo()
-    assert_idle(player.engine)
+    engine = player.engine
+    assert engine.stats()["num_free"] == engine.stats()["num_blocks"]
+    # Nobody is lost: who was in goes on with the tokens that were read.
+    engine.error = None
     requests = [("d", [1, 2, 3, 4, 5, 0], GREEDY), ("e", [1, 7, 6], GREEDY)]
-    run = run_all(player.engine, requests)
+    run = run_all(engine, requests)
     assert (run.tokens("d"), run.tokens("e")) == ([0] * 10, [6] * 12)
-    assert_idle(player.engine)
+    assert [run.tokens(name) for name in "abc"] == [[6] * 10] * 3
+    assert_idle(engine)
 
 
 def test_blocks_that_no_row_holds_are_counted_as_long_as_they_are_retained(monkeypatch):

@@ -99,8 +99,9 @@ def test_every_step_has_a_program_and_there_are_few(toy, max_num_seqs, budget):
     for rows in range(1, max_num_seqs + 1):
         for tokens in {rows, rows + 1, 2 * rows, config.max_num_batched_tokens}:
             if rows <= tokens <= config.max_num_batched_tokens:
-                chosen = choose(available, tokens, rows)
+                is_single = tokens == rows
+                chosen = choose(available, tokens, rows, is_single=is_single)
                 assert chosen.num_tokens >= tokens
                 assert chosen.num_rows >= rows
                 # Programs without prefill attention serve rows of one token each only.
-                assert tokens == rows or chosen.num_tokens > chosen.num_rows
+                assert is_single or chosen.num_tokens > chosen.num_rows
