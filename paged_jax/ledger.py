@@ -62,30 +62,37 @@ class Ledger:
 
         Raises: ValueError for a row out of range or a negative number of tokens.
         """
-        self._check_rows(*new_tokens)
-        negative = [row for row, count in new_tokens.items() if count < 0]
-        if negative:
-            raise ValueError(f"new_tokens of row {negative[0]} must be at least 0")
-        most = self.max_blocks_per_seq * self.block_size
-        if any(self.lengths[row] + count > most for row, count in new_tokens.items()):
-            return LedgerAllocation(ok=False, reason=2)
-        total = sum(self.needed(new_tokens).values())
+        if new_tokens:
+            self._check_rows(min(new_tokens), max(new_tokens))
+        if new_tokens and min(new_tokens.values()) < 0:
+            negative = next(row for row, count in new_tokens.items() if count < 0)
+            raise ValueError(f"new_tokens of row {negative} must be at least 0")
+        # One pass over the rows: this runs for every dispatch, for hundreds of them.
+        size, tables, lengths = self.block_size, self.tables, self.lengths
+        most = self.max_blocks_per_seq * size
+        growth, total = {}, 0
+        for row, count in new_tokens.items():
+            end = lengths[row] + count
+            if end > most:
+                return LedgerAllocation(ok=False, reason=2)
+            if added := -(-end // size) - len(tables[row]):
+                growth[row] = added
+                total += added
+        copied = self._copies(new_tokens)
+        total += len(copied)
         if total > self.num_free:
             return LedgerAllocation(ok=False, reason=1)
-        copied = self._copies(new_tokens)
-        rows = sorted(new_tokens)
-        last = {row: len(self.tables[row]) - 1 for row in copied}
-        for row in rows:
-            for _ in range(self.growth(row, new_tokens[row])):
-                self.tables[row].append(self._take())
+        last = {row: len(tables[row]) - 1 for row in copied}
+        for row in sorted(growth):
+            tables[row] += [self._take() for _ in range(growth[row])]
         copies = {}
         for row in copied:
-            source, target = self.tables[row][last[row]], self._take()
+            source, target = tables[row][last[row]], self._take()
             self.refcounts[source] -= 1
-            self.tables[row][last[row]] = target
+            tables[row][last[row]] = target
             copies[row] = (source, target)
-        for row in rows:
-            self.lengths[row] += new_tokens[row]
+        for row, count in new_tokens.items():
+            lengths[row] += count
         return LedgerAllocation(ok=True, copies=copies, num_new=total)
 
     def free(self, rows: Iterable[int]) -> None:
@@ -198,15 +205,21 @@ class Ledger:
 
     def _copies(self, new_tokens: Mapping[int, int]) -> list[int]:
         """Rows, ascending, that must copy the block they write into."""
+        size, lengths, tables, refcounts = (
+            self.block_size,
+            self.lengths,
+            self.tables,
+            self.refcounts,
+        )
         writers: dict[int, list[int]] = {}
-        for row in sorted(new_tokens):
-            if new_tokens[row] > 0 and self.lengths[row] % self.block_size:
-                writers.setdefault(self.tables[row][-1], []).append(row)
+        for row, count in new_tokens.items():
+            # Most blocks have one owner, and nobody else to ask.
+            if count > 0 and lengths[row] % size and refcounts[tables[row][-1]] > 1:
+                writers.setdefault(tables[row][-1], []).append(row)
         copied = []
         for block, rows in writers.items():
-            if self.refcounts[block] > 1:
-                # The lowest row keeps a block that nobody else owns.
-                copied += rows if self.refcounts[block] > len(rows) else rows[1:]
+            # The lowest row keeps a block that nobody else owns.
+            copied += rows if refcounts[block] > len(rows) else sorted(rows)[1:]
         return sorted(copied)
 
     def _check_rows(self, *rows: int) -> None:

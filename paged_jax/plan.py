@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: hundreds are made per dispatch, and freezing triples what that takes.
+@dataclass(kw_only=True, slots=True)
 class Segment:
     """Consecutive tokens of one row in a dispatch."""
 

@@ -5,7 +5,6 @@ from collections import Counter
 
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.scheduler_state import SchedulerState
-from paged_jax.shapes import ceil_div
 
 
 class BlockBudget:
@@ -20,6 +19,7 @@ class BlockBudget:
         self.forks = {fork.child: fork for fork in state.forks}
         """Rows that are forked by this plan."""
         self._dropped: Counter[int] = Counter()  # owners of blocks among the rows freed
+        self._has_moves = bool(state.forks or state.reindexed)
         self._free_released()
 
     @property
@@ -47,23 +47,25 @@ class BlockBudget:
 
     def cost(self, sequence: Sequence, count: int) -> int:
         """Blocks for more tokens of a running sequence, a copy of a shared block included."""
-        ledger, size = self.state.ledger, self.state.ledger.block_size
-        assert sequence.row is not None
-        row, fork = sequence.row, self.forks.get(sequence)
-        is_copied = fork is not None
-        if fork is None:
-            row = self.state.reindexed.get(row, row)
-            table = ledger.tables[row]
-            # One writer of all may keep the block: that a copy can be counted too many is allowed.
-            is_copied = bool(table) and (
-                ledger.refcounts[table[-1]] - self._dropped[table[-1]] > 1
-                or row != sequence.row
-                or row in self.state.reindexed.values()
-            )
-        start = sequence.num_computed
-        return (
-            ceil_div(start + count, size) - ceil_div(start, size) + bool(is_copied and start % size)
-        )
+        ledger, row, start = self.state.ledger, sequence.row, sequence.num_computed
+        assert row is not None
+        size = ledger.block_size
+        growth = -(-(start + count) // size) + (-start // size)
+        if start % size == 0:
+            return growth
+        if self._has_moves:
+            return growth + self._is_moved(sequence, row)
+        # One writer of all may keep the block: that a copy can be counted too many is allowed.
+        block = ledger.tables[row][-1]
+        return growth + (ledger.refcounts[block] - self._dropped.get(block, 0) > 1)
+
+    def _is_moved(self, sequence: Sequence, row: int) -> bool:
+        """Whether the last block of a row may have to be copied, when rows change hands."""
+        ledger, reindexed = self.state.ledger, self.state.reindexed
+        if sequence in self.forks or row in reindexed or row in reindexed.values():
+            return True
+        block = ledger.tables[row][-1]
+        return ledger.refcounts[block] - self._dropped.get(block, 0) > 1
 
     def _free_released(self) -> None:
         """Frees rows of the past, but those that are forked now or have blocks to be retained."""

@@ -146,4 +146,6 @@ class Sequence:
 
         The device may have stopped at the last token that was read, without its KV.
         """
-        return min(self.num_computed, max(self.num_known - 1, self.num_prefill))
+        if self.request.is_beam:
+            return min(self.num_computed, self.num_prompt)  # the rest changes hands every step
+        return min(self.num_computed, max(len(self.tokens) - 1, self.num_prefill))

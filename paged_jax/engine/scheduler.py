@@ -1,6 +1,5 @@
 """Who runs in the next dispatch. Pure: no clock, randomness, JAX or I/O."""
 
-import dataclasses
 import heapq
 import itertools
 
@@ -36,7 +35,9 @@ def schedule(state: SchedulerState, now: float, config: ResolvedConfig) -> Plan:
     """
     expired = _expire(state, now)
     round_ = _Round(state, config)
-    for sequence in sorted(state.running, key=lambda sequence: not sequence.is_decoding):
+    in_prefill = [s for s in state.running if s.num_computed < s.num_prefill]
+    decoding = [s for s in state.running if s.num_computed >= s.num_prefill]
+    for sequence in itertools.chain(decoding, in_prefill):
         if sequence.row is not None:
             round_.continue_running(sequence)
     if not round_.preempted:
@@ -71,20 +72,24 @@ class _Round:
         self.shares: list[tuple[int, tuple[int, ...], int]] = []
         self.restored: list[tuple[int, int]] = []
         self.blocks = BlockBudget(state)
+        self._prompt_ends: list[Sequence] = []  # after which other choices start
         self._next_forks: list[Fork] = []
         for fork in state.forks:
             fork.child.num_computed = fork.num_tokens
 
     def continue_running(self, sequence: Sequence) -> None:
         """Plans the next tokens of a sequence, at the expense of those behind it."""
-        count = min(sequence.num_expected - sequence.num_computed, self.budget)
-        is_ending = sequence.num_expected >= sequence.request.max_total_tokens
+        request, expected = sequence.request, len(sequence.tokens) + sequence.num_unread
+        count = min(expected - sequence.num_computed, self.budget)
+        if count == 0:
+            return
         # A beam waits for its token; one that will end by length waits to be read.
-        is_unread = sequence.num_unread > 0 and (sequence.request.is_beam or is_ending)
-        if count == 0 or is_unread:
+        if sequence.num_unread and (
+            expected >= request.max_total_tokens or request.beam is not None
+        ):
             return
         cost = self.blocks.cost(sequence, count)
-        while cost > self.blocks.available:
+        while cost and cost > self.blocks.available:
             victim = self.state.running[-1]
             group = _group(victim)
             if sequence in group and all(other in group for other in self.state.running):
@@ -105,6 +110,8 @@ class _Round:
     def admit(self) -> None:
         """Gives rows to waiting sequences."""
         state, skipped = self.state, []
+        if not (state.waiting and state.free_rows and self.budget):
+            return
         # Blocks that prefills under way will still take are not given to anybody else.
         reserved = sum(
             ceil_div(sequence.num_known, self.config.block_size)
@@ -143,6 +150,7 @@ class _Round:
                 sequence.num_computed = sequence.num_published = 0
         self._extend_decodes()
         self._start_choices()
+        # Those that decode were planned first.
         segments = [segment for segment, _ in self.planned.values()]
         evicted, retained = (), ()
         if cache is not None:
@@ -168,7 +176,7 @@ class _Round:
             reindexed=tuple(reindexed),
             truncated=tuple(truncated),
             restored=tuple(self.restored),
-            segments=tuple(sorted(segments, key=lambda segment: not segment.is_decode)),
+            segments=tuple(segments),
             preempted=tuple(sequence.key for sequence in self.preempted),
             swapped_out=tuple(self.swapped_out),
             swapped_in=tuple(self.swapped_in),
@@ -246,20 +254,24 @@ class _Round:
     def _add(
         self, sequence: Sequence, count: int, cost: int, *, is_admission: bool = False
     ) -> None:
-        assert sequence.row is not None
-        is_decode = sequence.is_decoding
+        row, start, request = sequence.row, sequence.num_computed, sequence.request
+        assert row is not None
+        is_decode = start >= sequence.num_prefill
+        is_sampled = start + count == len(sequence.tokens) + sequence.num_unread
         segment = Segment(
-            request_id=sequence.request.request_id,
+            request_id=request.request_id,
             index=sequence.index,
-            row=sequence.row,
-            start=sequence.num_computed,
+            row=row,
+            start=start,
             num_tokens=count,
             is_decode=is_decode,
-            is_sampled=sequence.num_computed + count == sequence.num_expected,
+            is_sampled=is_sampled,
             is_admission=is_admission,
-            is_given=is_decode and sequence.request.is_beam,
+            is_given=is_decode and request.beam is not None,
         )
         self.planned[sequence] = (segment, cost)
+        if is_sampled and request.unforked:
+            self._prompt_ends.append(sequence)
         self.blocks.num_free -= cost
         self.budget -= count
 
@@ -313,26 +325,26 @@ class _Round:
         cost = 0
         if self.config.decode_steps == 1 or self.preempted or self.capped or not self.planned:
             return
+        most = self.config.decode_steps
         for sequence, (segment, planned) in self.planned.items():
-            if not segment.is_decode or sequence.request.is_beam:
+            if not segment.is_decode or segment.is_given:
                 return
-            left = sequence.request.max_total_tokens - sequence.num_expected
-            steps[sequence] = count = min(self.config.decode_steps, left)
+            left = sequence.request.max_total_tokens - len(sequence.tokens) - sequence.num_unread
+            steps[sequence] = count = min(most, left)
             cost += self.blocks.cost(sequence, count) - planned
         if cost > self.blocks.available:
             return
         self.blocks.num_free -= cost
         for sequence, count in steps.items():
-            segment, planned = self.planned[sequence]
-            self.planned[sequence] = (dataclasses.replace(segment, num_tokens=count), planned)
+            self.planned[sequence][0].num_tokens = count
 
     def _start_choices(self) -> None:
         """Where a prompt ends in this plan, its other choices start."""
         state = self.state
-        for sequence, (segment, _) in list(self.planned.items()):
-            request = sequence.request
-            if segment.is_decode or not segment.is_sampled or sequence.index:
+        for sequence in self._prompt_ends:
+            if sequence not in self.planned or sequence.index:
                 continue
+            segment, request = self.planned[sequence][0], sequence.request
             if request.is_beam:
                 self._resume_beams(sequence)
                 continue

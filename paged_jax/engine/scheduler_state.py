@@ -156,21 +156,23 @@ class SchedulerState:
             sources = [source for source, _ in allocation.copies.values()]
             self.cache.unreference([x for x in sources if self.ledger.refcounts[x] == 1])
         for segment, sequence in zip(plan.segments, sequences, strict=True):
-            sequence.num_unread += segment.num_sampled
-            if segment.source is None:
-                sequence.num_computed += segment.num_tokens
-                self.publish(sequence)
+            sequence.num_computed += segment.num_tokens
+            if segment.is_decode:
+                sequence.num_unread += segment.num_tokens
+                continue
+            sequence.num_unread += segment.is_sampled
+            self.publish(sequence)
         return allocation
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the full blocks of known tokens available to others."""
-        if self.cache is None or sequence.row is None:
+        size = self.ledger.block_size
+        # Called for every row of every dispatch: most have filled no block since.
+        if sequence.num_computed // size <= sequence.num_published:
             return
-        request, tokens = sequence.request, sequence.num_cacheable
-        if request.is_beam:
-            tokens = min(tokens, sequence.num_prompt)  # what follows changes hands every step
-        end = tokens // self.ledger.block_size
-        if end > sequence.num_published:
+        end = sequence.num_cacheable // size
+        if end > sequence.num_published and self.cache is not None and sequence.row is not None:
+            request = sequence.request
             table, start = self.ledger.tables[sequence.row], sequence.num_published
             self.cache.publish(
                 sequence.tokens, request.cache_salt, sequence.hashes, table, start, end
