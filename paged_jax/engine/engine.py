@@ -87,7 +87,7 @@ class Engine:
         """Whether the step that runs has changed nothing yet."""
         self._lock = threading.RLock()
         self._is_stepping = False
-        self._aborts: deque[str] = deque()
+        self._aborts: deque[Request] = deque()
         self._seeds = random.Random(config.seed)
         self._num_added = 0
         self._counts = dict.fromkeys(("num_preemptions", "prompt_tokens", "generation_tokens"), 0)
@@ -175,8 +175,10 @@ class Engine:
     def events(self, sink: Callable[[Event], None] | None) -> None:
         self.dispatcher.recorder.sink = sink
 
-    def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+    def has_unfinished(self, request_id: str | None = None) -> bool:
+        """Whether any request waits or runs, or the one of this id."""
+        if request_id is not None:
+            return request_id in self._requests
         return bool(self._requests or self._early)
 
     def step(self) -> list[RequestOutput]:
@@ -189,13 +191,16 @@ class Engine:
         """
         with self._lock:
             self._is_stepping = True
+            outputs, self._early = self._early, []
             try:
-                early, self._early = self._early, []
-                outputs = early + self._take_aborts()
+                outputs += self._take_aborts()
                 self._guarded(self._step, outputs)
                 outputs += self._take_aborts()
                 if not self._requests:
                     self._guarded(self._drain, outputs)
+            except BaseException:
+                self._early = outputs
+                raise
             finally:
                 self._is_stepping = False
             return outputs
@@ -207,16 +212,19 @@ class Engine:
         garbage collector closes), it takes effect in that step or the next, which returns the
         output.
         """
-        if request_id not in self._requests:
+        request = self._requests.get(request_id)
+        if request is None:
             return None
         if not self._lock.acquire(blocking=False):
-            self._aborts.append(request_id)
+            self._aborts.append(request)
             return None
         try:
             if self._is_stepping:
-                self._aborts.append(request_id)
+                self._aborts.append(request)
                 return None
-            output = self._abort(request_id)
+            if not self._is_held(request):
+                return None
+            output = self._finish(request, "abort")
             if not self._requests:
                 self._guarded(self._drain, [])
             return output
@@ -228,21 +236,14 @@ class Engine:
         with self._lock:
             self._requests.clear()
             self._aborts.clear()
+            self._early.clear()
             self.dispatcher.images.clear()
             self._renew()
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached; blocks that no row owns are free afterwards."""
         with self._lock:
-            if self.state.cache is None:
-                return
-            self._drain_unread(self._early)
-            released = self.state.cache.clear()
-            for request in self._requests.values():
-                for sequence in request.sequences:
-                    sequence.num_published = 0
-            if released:
-                self._issue(Plan(release_ids=released))
+            self._guarded(self._forget_cached, self._early)
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens."""
@@ -339,16 +340,17 @@ class Engine:
 
     # Ends.
 
-    def _abort(self, request_id: str) -> RequestOutput:
-        return self._finish(self._requests[request_id], "abort")
-
     def _take_aborts(self) -> list[RequestOutput]:
         outputs = []
         while self._aborts:
-            name = self._aborts.popleft()
-            if name in self._requests:
-                outputs.append(self._abort(name))
+            request = self._aborts.popleft()
+            if self._is_held(request):
+                outputs.append(self._finish(request, "abort"))
         return outputs
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether it has not ended; another may have its id by now."""
+        return self._requests.get(request.request_id) is request
 
     def _cap(self, sequence: Sequence) -> RequestOutput:
         """Ends one choice, or all beams of a request, that the whole pool cannot hold."""
@@ -403,7 +405,7 @@ class Engine:
             _logger.exception("a dispatch failed")
             self._recover(error, outputs)
         except BaseException:
-            self._renew()
+            self._start_over(outputs)
             raise
 
     def _recover(self, error: Exception, outputs: list[RequestOutput]) -> None:
@@ -422,8 +424,12 @@ class Engine:
                     request.error = f"{type(error).__name__}: {error}"
                     outputs.append(self._finish(request, "error"))
         elif self._is_untouched:
+            self._is_untouched = False
             return  # nothing was changed: the plan is made again
-        # Those that ended in the dispatch, but had not been told.
+        self._start_over(outputs)
+
+    def _start_over(self, outputs: list[RequestOutput]) -> None:
+        """Tells those that ended in the dispatch, and lets the others wait for a new pool."""
         ended = [request for request in self._requests.values() if request.is_finished]
         outputs += [self._close(request, self._output(request)) for request in ended]
         self._renew()
@@ -444,6 +450,17 @@ class Engine:
         self._drain_unread(outputs)
         while self.state.released:
             self._issue(schedule(self.state, time.monotonic(), self.config))
+
+    def _forget_cached(self, outputs: list[RequestOutput]) -> None:
+        self._drain_unread(outputs)
+        if self.state.cache is None:
+            return
+        released = self.state.cache.clear()
+        for request in self._requests.values():
+            for sequence in request.sequences:
+                sequence.num_published = 0
+        if released:
+            self._issue(Plan(release_ids=released))
 
     def _drain_unread(self, outputs: list[RequestOutput]) -> None:
         """Reads what has been issued."""
