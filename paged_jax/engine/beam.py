@@ -10,9 +10,10 @@ At the length limit the ranks below W end, whatever their token. Of the beams th
 best by length-penalised score are kept.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,6 +122,28 @@ class BeamSearch:
         live = [b for b in self._live if b.token_ids and np.isfinite(b.logprob)]
         aborted = [self._scored(beam, "abort") for beam in live]
         return (self._ended + aborted)[: self._params.beam_width]
+
+    def record(self) -> dict[str, Any]:
+        """The search so far, as JSON."""
+        return {
+            "params": dataclasses.asdict(self._params),
+            "eos_token_ids": sorted(self._eos_token_ids),
+            "live": [[beam.token_ids, float(beam.logprob)] for beam in self._live],
+            "ended": [dataclasses.asdict(beam) for beam in self._ended],
+        }
+
+    @classmethod
+    def of_record(
+        cls, record: dict[str, Any], prompt_len: int, max_total_tokens: int
+    ) -> "BeamSearch":
+        """The search that made the record, which goes on as it would have."""
+        params = BeamSearchParams(**record["params"])
+        search = cls(prompt_len, params, frozenset(record["eos_token_ids"]), max_total_tokens)
+        search._live = [_Live(tuple(ids), np.float32(value)) for ids, value in record["live"]]
+        search._ended = [
+            Beam(**beam | {"token_ids": tuple(beam["token_ids"])}) for beam in record["ended"]
+        ]
+        return search
 
     def _rank(self, top_ids: np.ndarray, top_logprobs: np.ndarray) -> list["_Candidate"]:
         """Every continuation that is possible, the most likely first."""

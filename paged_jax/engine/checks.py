@@ -1,12 +1,16 @@
 """Debug mode: audits blocks, compares them with the ledger, and every tag with the shadow."""
 
+import dataclasses
 from collections.abc import Sequence as Listed
+from typing import Any
 
 import jax
 import numpy as np
 
 from paged_jax import core
 from paged_jax.config import ResolvedConfig
+from paged_jax.core import KVCache
+from paged_jax.engine.request import Sequence
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.shadow import Shadow
 from paged_jax.engine.step import StepOutputs
@@ -19,6 +23,23 @@ class Checker:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.shadow = Shadow(config.num_blocks, config.max_num_seqs, config.block_size)
+
+    def adopt(
+        self,
+        runner: Runner,
+        ledger: Ledger,
+        images: dict[Sequence, tuple[KVCache, int]],
+    ) -> None:
+        """Tags blocks and images of unknown writers anew, so that they are followed from now on."""
+        swapped = {sequence.key: sequence.swapped_tokens for sequence in images}
+        tags = np.array(self.shadow.adopt(ledger, swapped), np.int32)
+        assert runner.kv is not None
+        assert runner.kv.tags is not None
+        placed = jax.device_put(tags, runner.kv.tags.sharding)
+        runner.kv = dataclasses.replace(runner.kv, tags=placed)
+        for sequence, (image, num_blocks) in images.items():
+            own: Any = self.shadow.image_tags(sequence.key, num_blocks)
+            images[sequence] = dataclasses.replace(image, tags=own), num_blocks
 
     def follow(self, plan: Plan, owners: Listed[int], ledger: Ledger) -> None:
         """Takes note of a plan before it is applied to the ledger."""

@@ -14,6 +14,7 @@ from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.scheduler_state import Costs, SchedulerState
 from paged_jax.engine.step import StepOutputs
+from paged_jax.ledger import Ledger
 from paged_jax.plan import Plan
 
 
@@ -104,6 +105,13 @@ class Dispatcher:
             self._checker = Checker(self._config)
         self._runner.reset()
         self.images = {s: image for s, image in self.images.items() if s.swapped_tokens}
+
+    def adopt(self, images: dict[Sequence, tuple[KVCache, int]], ledger: Ledger) -> None:
+        """Goes on with images, and blocks that are in the pool, of another dispatcher."""
+        self.images = images
+        if self._checker is not None:
+            self._checker = Checker(self._config)
+            self._checker.adopt(self._runner, ledger, images)
 
     def fault(self, point: str) -> None:
         """A place where tests let something fail."""

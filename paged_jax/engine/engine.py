@@ -1,19 +1,22 @@
 """Requests in, tokens out: joins scheduler, ledger and runner, one dispatch per `step`."""
 
+import contextlib
 import dataclasses
 import logging
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
-from paged_jax.engine import answer, beams
+from paged_jax.engine import answer, beams, lifecycle, snapshot
 from paged_jax.engine.dispatch import Dispatcher, Issued
 from paged_jax.engine.events import Event
 from paged_jax.engine.pool import resolve
@@ -188,7 +191,11 @@ class Engine:
         its requests are computed again with the tokens read so far, and after
         `max_step_retries` failures in a row they end with the reason "error" (see `error`).
         Anything that is no `Exception`, such as Ctrl-C, is raised after the same clean-up.
+
+        Raises: RuntimeError while the engine is asleep.
         """
+        if self.runner.is_asleep:
+            raise RuntimeError("the engine is asleep: call wake_up() before step()")
         with self._lock:
             self._is_stepping = True
             outputs, self._early = self._early, []
@@ -244,6 +251,57 @@ class Engine:
         """Forgets what is cached; blocks that no row owns are free afterwards."""
         with self._lock:
             self._guarded(self._forget_cached, self._early)
+
+    def snapshot(self, path: str | PathLike[str]) -> None:
+        """Writes requests, used blocks and states to a new directory; the engine goes on after it.
+
+        Raises: ValueError when `path` exists; RuntimeError while the engine is asleep.
+        """
+        with self._between_steps():
+            snapshot.save(self, path)
+
+    def restore(self, path: str | PathLike[str]) -> None:
+        """Goes on from a snapshot, with the same tokens as the engine that wrote it.
+
+        Requests keep their ids, and deadlines the time that was left. Outputs that had not been
+        handed out come with the next step. The weights must be the same; only shapes are compared.
+
+        Raises: ValueError for another model, options or format, with what differs; RuntimeError
+          when this engine has unfinished requests or is asleep.
+        """
+        with self._between_steps():
+            snapshot.restore(self, path)
+
+    def update_weights(self, params: Any, running: lifecycle.Running = "error") -> None:
+        """Computes with other parameters from now on; nothing is compiled again.
+
+        Args:
+          params: See `weights.fit`: every leaf of the model, of the same shape, dtype and sharding.
+          running: For requests that have begun: "error" refuses, "recompute" keeps their tokens and
+            computes their KV anew, "abort" ends them.
+        Raises: ValueError that names the leaf that does not fit; RuntimeError for "error" when a
+          request has begun. Nothing has changed then.
+        """
+        with self._between_steps():
+            lifecycle.update_weights(self, params, running)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pool, with level 2 the weights too. Requests wait, with their tokens.
+
+        Until `wake_up`, requests can be added and aborted, and `step` raises.
+        """
+        with self._between_steps():
+            lifecycle.sleep(self, level)
+
+    def wake_up(self, params: Any = None) -> None:
+        """Makes an empty pool; what ran before `sleep` is computed again.
+
+        Args:
+          params: The weights, if they were freed and `update_weights` has not given others.
+        Raises: RuntimeError when there are no weights; ValueError for some that do not fit.
+        """
+        with self._between_steps():
+            lifecycle.wake_up(self, params)
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens."""
@@ -439,11 +497,25 @@ class Engine:
         old, self._planned, self._unread = self.state, None, None
         self.state = SchedulerState.create(self.config, self._root)
         self.state.costs = old.costs
+        if self.state.cache is not None and old.cache is not None:
+            self.state.cache.set_version(old.cache.version)
         self.state.num_queried_tokens = old.num_queried_tokens
         self.state.num_hit_tokens = old.num_hit_tokens
         self.dispatcher.reset()
         for request in self._requests.values():
             self.state.restore(request)
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Reads what is under way, for the next step to return; aborts wait for that step too."""
+        with self._lock:
+            self._is_stepping = True
+            try:
+                self._early += self._take_aborts()
+                self._guarded(self._drain_unread, self._early)
+                yield
+            finally:
+                self._is_stepping = False
 
     def _drain(self, outputs: list[RequestOutput]) -> None:
         """Gives the last blocks back when nobody is left to make a plan for."""

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Any
 
 from paged_jax.shapes import ceil_div
 
@@ -147,9 +148,7 @@ class PrefixCache:
                 parent=hashes[index - 1] if index else parent,
                 tokens=self._slice(tokens, index),
             )
-            self._entries[block] = entry
-            self._blocks[digest] = block
-            self._children.setdefault(_family(entry), OrderedDict())[block] = None
+            self._enter(block, entry)
             self._pending[block] = None
 
     def take_pending(self) -> tuple[int, ...]:
@@ -222,6 +221,46 @@ class PrefixCache:
         Memos of `match` made before must be dropped by their owners.
         """
         self._version = version
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._version
+
+    def record(self) -> dict[str, Any]:
+        """Everything that it knows, as JSON; `load` takes it back."""
+        return {
+            "root": self._root.hex(),
+            "version": self._version,
+            "pending": list(self._pending),
+            "reclaimable": list(self._reclaimable),
+            # Siblings in the order of their use.
+            "entries": [
+                [block, entry.digest.hex(), entry.parent.hex(), entry.tokens]
+                for siblings in self._children.values()
+                for block, entry in ((block, self._entries[block]) for block in siblings)
+            ],
+        }
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Knows what the cache knew that made the record, and nothing else."""
+        assert record["root"] == self._root.hex()
+        self.clear()
+        self._version = record["version"]
+        for block, digest, parent, tokens in record["entries"]:
+            self._enter(
+                block,
+                _Entry(
+                    digest=bytes.fromhex(digest), parent=bytes.fromhex(parent), tokens=tuple(tokens)
+                ),
+            )
+        self._pending.update(dict.fromkeys(record["pending"]))
+        self._reclaimable.update(dict.fromkeys(record["reclaimable"]))
+
+    def _enter(self, block: int, entry: _Entry) -> None:
+        self._entries[block] = entry
+        self._blocks[entry.digest] = block
+        self._children.setdefault(_family(entry), OrderedDict())[block] = None
 
     def _root_digest(self, salt: str | None) -> bytes:
         """Start of the chain; lengths and a mark before the salt keep the fields apart."""

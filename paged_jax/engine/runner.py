@@ -7,18 +7,20 @@ from collections.abc import Sequence as Listed
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from paged_jax import core
 from paged_jax.config import ResolvedConfig
-from paged_jax.core import KVCache
+from paged_jax.core import KVCache, PagedCache
 from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_state, seed_words
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.moves import apply_moves, row_mask
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
 from paged_jax.engine.swap import read_image, write_image
+from paged_jax.engine.weights import fit, leaf_specs
 from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
 from paged_jax.sampling_params import MAX_LOGPROBS
@@ -45,11 +47,15 @@ class Runner:
         self._strict_compile = strict_compile
         self._is_warm = False
         self._has_tags = has_tags
+        self.is_asleep = False
+        """Whether the pool was given back; see `sleep`."""
         self._kv_dtype = kv_dtype
         self._spec = model.cache_spec()
         graphdef, state = nnx.split(model)
+        state = _placed(state)
         leaves, treedef = jax.tree.flatten(state)
-        self._params = tuple(leaves)
+        self.leaf_specs = leaf_specs(state)
+        self._params: tuple[jax.Array, ...] | None = tuple(leaves)
         sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size))
         self._step = make_step(graphdef, treedef, sizes)
         self._one_row: RowState = jax.device_get(create_row_state(1))
@@ -60,15 +66,54 @@ class Runner:
         config = self.config
         # Before the new one is made: memory may not hold two.
         self.kv = None
-        self.kv = core.create_kv_cache(
-            self._spec, config.num_blocks, config.block_size, self._kv_dtype
-        )
-        if self._has_tags:
-            self.kv = core.with_tags(self.kv)
-        self.blocks = core.create_block_state(
+        blocks = core.create_block_state(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
         )
-        self.rows = create_row_state(config.max_num_seqs)
+        self.blocks, self.rows = _placed((blocks, create_row_state(config.max_num_seqs)))
+        if not self.is_asleep:
+            self._set_pool(
+                core.create_kv_cache(
+                    self._spec, config.num_blocks, config.block_size, self._kv_dtype
+                )
+            )
+
+    def adopt(self, cache: PagedCache, rows: RowState) -> None:
+        """Goes on with the blocks, without tags, and rows of another runner of the same sizes."""
+        self.blocks, self.rows = _placed((cache.blocks, rows))
+        self._set_pool(cache.kv)
+
+    def fit(self, params: Any) -> tuple[jax.Array, ...]:
+        """Checks other parameters for `set_params`; see `weights.fit`."""
+        return fit(params, self.leaf_specs)
+
+    def set_params(self, params: tuple[jax.Array, ...]) -> None:
+        """Computes with these from `fit` from now on; no program is compiled again."""
+        self._params = params
+
+    @property
+    def has_params(self) -> bool:
+        """Whether there are parameters to compute with."""
+        return self._params is not None
+
+    def sleep(self, *, keeps_params: bool) -> None:
+        """Gives the memory of the pool back, and that of the parameters, until `wake_up`."""
+        self.is_asleep = True
+        self.reset()
+        if not keeps_params:
+            self._params = None
+
+    def wake_up(self) -> None:
+        """Makes an empty pool again."""
+        assert self.has_params
+        self.is_asleep = False
+        try:
+            self.reset()
+        except BaseException:
+            self.is_asleep = True
+            raise
+
+    def _set_pool(self, kv: KVCache) -> None:
+        self.kv: KVCache | None = _placed(core.with_tags(kv) if self._has_tags else kv)
 
     def issue(
         self,
@@ -199,6 +244,17 @@ class Runner:
         rows.stop_ids[i] = NO_STOP_ID  # type: ignore[index]
         rows.stop_ids[i, : len(stop_ids)] = stop_ids  # type: ignore[index]
         rows.finished[i] = False  # type: ignore[index]
+
+
+def _placed(tree: Any) -> Any:
+    """The same arrays, bound to their devices: programs of bound and unbound ones are not shared,
+    and parameters that come later may be bound."""
+
+    def place(x: Any) -> jax.Array:
+        array = jnp.asarray(x)
+        return jax.device_put(array, array.sharding)
+
+    return jax.tree.map(place, tree)
 
 
 def probe(model: PagedModel) -> tuple[Any, int]:

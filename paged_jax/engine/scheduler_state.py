@@ -2,7 +2,7 @@
 
 import bisect
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from paged_jax.config import ResolvedConfig
@@ -99,6 +99,19 @@ class SchedulerState:
             if sequence.finish_reason is None and sequence not in request.unforked:
                 self.waiting.push(sequence)
         self._watch(request)
+
+    def restart(self, requests: Collection[Request]) -> None:
+        """Takes all rows away; everybody waits, in order, and nothing computed is used again."""
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.row is not None:
+                    self.release(sequence)
+                sequence.swapped_tokens = 0
+                sequence.hashes = []
+        self.waiting, self.deadlines, self.forks, self.reindexed = WaitingQueue(), [], [], {}
+        self.num_swapped_blocks = 0
+        for request in requests:
+            self.restore(request)
 
     def _watch(self, request: Request) -> None:
         if request.deadline is not None:

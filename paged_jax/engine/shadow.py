@@ -4,12 +4,17 @@ It follows plans as the ledger does, but knows tokens and not blocks: the tags t
 are a list. `core.check_tags` compares it with the pool, which was written through slots and copies.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from paged_jax import core
 from paged_jax.core import BlockState, KVCache
 from paged_jax.ledger import Ledger
 from paged_jax.plan import Plan
+
+_ADOPTED = 2**31
+"""Owners from here on are no sequences."""
 
 
 class Shadow:
@@ -63,6 +68,34 @@ class Shadow:
             tags = self._rows[segment.row]
             positions = np.arange(len(tags), len(tags) + segment.num_tokens)
             tags += core.expected_tags(owner, positions)
+
+    def adopt(self, ledger: Ledger, swapped: Mapping[tuple[str, int], int]) -> list[list[int]]:
+        """Starts with blocks of unknown writers: each slot is tagged as written by its block.
+
+        Args:
+          swapped: Tokens in the image of each (request, choice).
+        Returns: Tags of each block, the null block first, that the pool must then hold.
+        """
+        offsets = np.arange(self._block_size)
+        blocks = range(len(ledger.refcounts))
+        tags = [core.expected_tags(_ADOPTED + block, offsets) for block in blocks]
+        self.external = np.array(ledger.refcounts, np.int32)
+        for row, table in enumerate(ledger.tables):
+            self.external[table] -= 1
+            held = [tag for block in table for tag in tags[block]]
+            self._rows[row] = held[: ledger.lengths[row]]
+        self._retained = {block: tags[block] for block in blocks if self.external[block]}
+        for number, (key, num_tokens) in enumerate(swapped.items()):
+            owner = _ADOPTED + len(blocks) + number
+            self._swapped[key] = core.expected_tags(owner, np.arange(num_tokens))
+        return tags
+
+    def image_tags(self, key: tuple[str, int], num_blocks: int) -> np.ndarray:
+        """i32[B, P], the tags that an image must hold."""
+        tags = np.zeros(num_blocks * self._block_size, np.int32)
+        held = self._swapped[key][: tags.size]
+        tags[: len(held)] = held
+        return tags.reshape(num_blocks, self._block_size)
 
     def freeze(self, row: int) -> None:
         """A row that had ended did not write what was planned; nobody will read it."""

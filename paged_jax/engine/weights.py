@@ -1,0 +1,73 @@
+"""Parameters by name: what a model has, and whether others can take their place."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+def leaf_specs(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every leaf of a model's state, by its name, in its order."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for name, leaf in _named(params).items()
+    }
+
+
+def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
+    """Arrays in the order of `specs`, checked so that a compiled step takes them as they are.
+
+    Args:
+      params: A module, an `nnx.State`, a nested mapping, or a flat one whose keys are names such as
+        "blocks.0.mlp.down.weight" or tuples of their parts. JAX arrays are taken without a copy and
+        must not be donated afterwards; numpy arrays are copied.
+      specs: From `leaf_specs`.
+    Raises: ValueError that names the leaf that is missing, too many, or of another shape, dtype or
+      sharding.
+    """
+    given = _named(params)
+    for name in specs:
+        if name not in given:
+            raise ValueError(f"params must have the leaf {name}")
+    for name, leaf in given.items():
+        if name not in specs:
+            raise ValueError(f"params has the leaf {name}, which the model does not have")
+        spec = specs[name]
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"leaf {name} must be an array, not {type(leaf).__name__}")
+        if tuple(leaf.shape) != spec.shape:
+            raise ValueError(
+                f"leaf {name} has shape {tuple(leaf.shape)} and must have {spec.shape}"
+            )
+        if leaf.dtype != spec.dtype:
+            raise ValueError(f"leaf {name} has dtype {leaf.dtype} and must have {spec.dtype}")
+        # An array that nobody has placed goes where it is needed.
+        is_placed = isinstance(leaf, jax.Array) and leaf.committed
+        if is_placed and not leaf.sharding.is_equivalent_to(spec.sharding, leaf.ndim):
+            raise ValueError(
+                f"leaf {name} has sharding {leaf.sharding} and must have {spec.sharding}"
+            )
+    return tuple(_put(given[name], spec.sharding) for name, spec in specs.items())
+
+
+def _put(leaf: Any, sharding: Any) -> jax.Array:
+    # A numpy array may be written to later: it must not share its memory.
+    return jax.device_put(leaf, sharding, may_alias=isinstance(leaf, jax.Array))
+
+
+def _named(params: Any) -> dict[str, Any]:
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    parts: list[Any] = []
+    for entry in path:
+        if isinstance(entry, jax.tree_util.GetAttrKey):
+            parts += [] if entry.name == "value" else [entry.name]  # of an `nnx.Variable`
+            continue
+        key = entry.idx if isinstance(entry, jax.tree_util.SequenceKey) else entry.key
+        parts += key if isinstance(key, tuple) else [key]
+    return ".".join(map(str, parts))
