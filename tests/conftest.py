@@ -31,6 +31,11 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def toy():
+    """See `make_toy`."""
+    return make_toy()
+
+
+def make_toy(seed: int = 7):
     """A random Llama-like model small enough to compile in seconds: V 258, 2 layers, float32."""
     from flax import nnx
 
@@ -49,7 +54,7 @@ def toy():
         rope=RopeSpec(),
         max_position_embeddings=512,
     )
-    return Decoder(spec, rngs=nnx.Rngs(7))
+    return Decoder(spec, rngs=nnx.Rngs(seed))
 
 
 @pytest.fixture
