@@ -26,6 +26,8 @@ TARGETS = tuple(target for target in FACTORS["target"] if target != "h200")
 """H200 runs what is compiled for H100."""
 POOLS = tuple(pool for pool in FACTORS["pool"] if pool not in ("float16", "float8_e5m2"))
 """Of a width and a kind one: its twin differs in casts. The tests compile all of them."""
+MODELS = {name: shape for name, shape in shapes.SHAPES.items() if "/tp" not in name}
+"""One device's share has fewer KV heads, which are the grid's, and the kernel of the whole."""
 KERNELS = tuple(k for k in FACTORS["kernel"] if op_of(k) in ("decode", "prefill"))
 SOURCES = (
     "pallas_kernels/compat.py",
@@ -59,14 +61,11 @@ def main() -> None:
 
 
 def product() -> list[Entry]:
-    """Attention kernels of the shapes that TPUs are compiled for; twins are left out."""
+    """Attention kernels of the models that TPUs are compiled for; twins are left out."""
     return [
         e
         for e in served_entries()
-        if e.target in TARGETS
-        and e.kernel in KERNELS
-        and e.pool in POOLS
-        and e.shape in shapes.SHAPES
+        if e.target in TARGETS and e.kernel in KERNELS and e.pool in POOLS and e.shape in MODELS
     ]
 
 
@@ -138,7 +137,7 @@ def page(cells: dict[Entry, str]) -> str:
         f"| shape | block size | pool | kernel | {' | '.join(TARGETS)} |",
         "| --- " * (4 + len(TARGETS)) + "|",
     ]
-    for name, shape in shapes.SHAPES.items():
+    for name, shape in MODELS.items():
         for block_size in shape.block_sizes:
             for pool in POOLS:
                 for kernel in KERNELS:
