@@ -1,35 +1,33 @@
 """The offline API: text in, text out, in one process."""
 
 import itertools
-import logging
 import numbers
-import time
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paged_jax.config import EngineConfig
-from paged_jax.engine.compile_cache import use_compilation_cache
+from paged_jax.beam_search_params import BeamSearchParams
+from paged_jax.engine.build import build_engine
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.submission import Prompt
-from paged_jax.models.checkpoint import Checkpoint
-from paged_jax.models.hub import cache_dir, resolve_model
-from paged_jax.models.load import load_model, open_checkpoint
 from paged_jax.models.protocol import PagedModel
-from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
+from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import RequestProgress
 from paged_jax.sampling_params import SamplingParams
-
-_logger = logging.getLogger("paged_jax")
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model with its KV pool, ready to generate. Also a context manager."""
+    """A model with its KV pool, ready to generate. Also a context manager.
+
+    `abort` may be called from any thread; everything else belongs to one thread at a time.
+    """
 
     def __init__(
         self,
@@ -49,54 +47,12 @@ class LLM:
         Raises: ValueError for an unknown option or model, an unreadable file, or sizes that
           contradict each other; NotImplementedError for an option value that is not built yet.
         """
-        config = EngineConfig.from_options(options)
-        eos_token_ids: Sequence[int] = ()
-        max_position = None
-        own_tokenizer = None
-        if isinstance(model, (str, Path)):
-            start = time.monotonic()
-            path = resolve_model(str(model), progress=_logger.info)
-            checkpoint = open_checkpoint(path)
-            _logger.info("loading %s", path.name)
-            module = load_model(checkpoint, config.dtype)
-            own_tokenizer = checkpoint.tokenizer()
-            eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
-            max_position = module.spec.max_position_embeddings
-            _logger.info("loaded in %.1f s", time.monotonic() - start)
-        else:
-            if isinstance(model, type):
-                raise ValueError(f"model must be an instance, not the class {model.__name__}")
-            for method in ("logits", "cache_spec"):
-                if not callable(getattr(model, method, None)):
-                    raise ValueError(f"model {type(model).__name__} must have a method {method}")
-            if config.dtype != "auto":
-                raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
-            module = model
-        if isinstance(tokenizer, (str, Path)):
-            own_tokenizer = load_tokenizer(Path(tokenizer))
-            if own_tokenizer is None:
-                raise ValueError(f"tokenizer {tokenizer} has no tokenizer.json")
-        elif isinstance(tokenizer, Tokenizer):
-            own_tokenizer = tokenizer
-        elif tokenizer is not None:
-            raise ValueError(f"tokenizer ({tokenizer!r}) must be a path or a Tokenizer")
-        if not eos_token_ids and own_tokenizer is not None:
-            eos_token_ids = own_tokenizer.eos_token_ids
-        # JAX's cache of compiled programs is one setting of the process: it is set where the user
-        # has not, and not before the arguments are known to be good.
-        use_compilation_cache(cache_dir())
-        self._engine: Engine | None = Engine(
-            module,
-            config,
-            tokenizer=own_tokenizer,
-            eos_token_ids=eos_token_ids,
-            max_position=max_position,
-        )
+        self._engine: Engine | None = build_engine(model, tokenizer, options)
         self._ids = itertools.count()
-        self._aborted: list[RequestOutput] = []
-        """Last outputs of aborted requests, which the next step reports."""
-        self._unread: dict[str, RequestOutput | None] = {}
-        """Newest output of each open stream, until the stream has yielded it."""
+        self._open: dict[str, _Open] = {}
+        """Requests that have not ended."""
+        self._lock = threading.RLock()
+        """Held while `_open` and the engine's requests are not the same."""
 
     @property
     def engine(self) -> Engine:
@@ -114,41 +70,31 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, all of them in one continuously changing batch.
 
         Args:
-          prompts: Text, token ids, `{"prompt_token_ids": [...]}`, or a list of these.
+          prompts: Text, token ids, `{"prompt_token_ids": [...], "cache_salt": ...}`, or a list of
+            these.
           sampling_params: One for all, or one per prompt; None: the defaults.
           use_tqdm: Show a progress bar with tokens/s on stderr.
+          priority: One for all, or one per prompt: lower is sooner. Other values than 0 need
+            `scheduling_policy="priority"`.
+          timeout: Seconds after which what has not ended ends with the reason "timeout".
+          request_ids: One per prompt, for `abort`; none of an unfinished request. None: numbers.
         Returns: One output per prompt, in the order of the prompts.
         Raises: ValueError or NotImplementedError for a prompt or field that is refused; then no
-          prompt of the call has run.
+          prompt of the call has run. The error of the device, when a request of the call failed
+          more than `max_step_retries` times in a row; the call's other requests are aborted then.
         """
         listed = _as_list(prompts)
-        if isinstance(sampling_params, Sequence):
-            params = list(sampling_params)
-            if len(params) != len(listed):
-                raise ValueError(
-                    f"sampling_params ({len(params)}) must be as many as prompts ({len(listed)})"
-                )
-        else:
-            params = [SamplingParams() if sampling_params is None else sampling_params]
-            params *= len(listed)
-        names = [str(next(self._ids)) for _ in listed]
-        self.engine.add_requests(list(zip(names, listed, params, strict=True)))
-        finished: dict[str, RequestOutput] = {}
-        mine = set(names)
-        try:
-            with RequestProgress(len(listed), is_shown=use_tqdm) as progress:
-                while len(finished) < len(listed):
-                    outputs = [out for out in self._step() if out.request_id in mine]
-                    finished |= {out.request_id: out for out in outputs if out.finished}
-                    progress.update(len(finished), outputs)
-        finally:
-            for name in names:
-                self.engine.abort(name)
-        return [finished[name] for name in names]
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _as_params(given, len(listed), SamplingParams)
+        opened = self._submit(listed, params, priority, timeout, request_ids)
+        return self._finish(opened, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -156,6 +102,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, rendered through the model's chat template.
 
@@ -163,28 +112,81 @@ class LLM:
           messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
           sampling_params: One for all, or one per conversation; None: the defaults.
           use_tqdm: Show a progress bar with tokens/s on stderr.
-        Raises: ValueError when the model has no tokenizer or no chat template.
+          priority: As in `generate`, like the two that follow.
+          timeout: Seconds.
+          request_ids: One per conversation.
+        Raises: ValueError when the model has no tokenizer or no chat template; and as `generate`.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise ValueError(f"messages ({messages!r}) must be a list")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else list(messages)
         prompts = [self.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            timeout=timeout,
+            request_ids=request_ids,
+        )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Searches for the most likely completions of each prompt.
+
+        Args:
+          prompts: As in `generate`, like the keywords.
+          params: One for all, or one per prompt.
+          use_tqdm: Show a progress bar with tokens/s on stderr.
+          priority: One for all, or one per prompt.
+          timeout: Seconds.
+          request_ids: One per prompt.
+        Returns: One output per prompt, whose `outputs` are the beams, best first.
+        Raises: As `generate`.
+        """
+        listed = _as_list(prompts)
+        each = _as_params(params, len(listed), BeamSearchParams)
+        opened = self._submit(listed, each, priority, timeout, request_ids)
+        return self._finish(opened, use_tqdm=use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        request_id: str | None = None,
     ) -> Iterator[RequestOutput]:
-        """Completes one prompt, yielding the output so far after each token.
+        """Completes one prompt, yielding the output so far whenever there are new tokens.
 
-        The text of an output is a prefix of the text of every later one. Closing the iterator
-        early aborts the request. Other calls may run meanwhile; tokens that they bring forward
-        are in the next output.
+        A dispatch that only decodes brings up to `decode_steps` of them. The text of an output is
+        a prefix of the text of every later one. Closing the iterator early aborts the request.
+        Other calls may run meanwhile; tokens that they bring forward are in the next output.
+
+        Args:
+          prompt: Text, token ids, or a mapping.
+          sampling_params: None: the defaults.
+          priority: As in `generate`, like `timeout`.
+          timeout: Seconds.
+          request_id: For `abort`; None: a number.
+        Raises: As `generate`: what is refused at once, and an error of the device from the
+          iterator.
         """
-        name = str(next(self._ids))
-        params = SamplingParams() if sampling_params is None else sampling_params
-        self.engine.add_request(name, prompt, params)
-        outputs = self._outputs(name)
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _as_params(given, 1, SamplingParams)
+        names = None if request_id is None else [request_id]
+        [opened] = self._submit([prompt], params, priority, timeout, names)
+        outputs = self._outputs(opened)
         next(outputs)  # into its `try`, so that closing it before its first output aborts too
         return outputs  # type: ignore[return-value]
 
@@ -199,10 +201,18 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, whose last output says so; unknown ids are ignored."""
-        output = self.engine.abort(request_id)
-        if output is not None:
-            self._aborted.append(output)
+        """Ends a request, whose last output says so; unknown ids are ignored.
+
+        From any thread. While a dispatch runs it takes effect after it.
+        """
+        with self._lock:
+            output = self.engine.abort(request_id)
+            if output is not None:
+                self._deliver(output)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV that is kept for later requests; those that run go on."""
+        self.engine.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens; see `Engine.stats`."""
@@ -213,8 +223,11 @@ class LLM:
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Ends every request and gives the memory back; the object cannot be used afterwards."""
-        self._engine = None
+        """Drops every request and gives the memory back; the object cannot be used afterwards."""
+        engine, self._engine = self._engine, None
+        self._open.clear()
+        if engine is not None:
+            engine.error = None  # its traceback holds the engine
 
     def __enter__(self) -> "LLM":
         return self
@@ -222,36 +235,124 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self) -> list[RequestOutput]:
-        """One dispatch for every open call; keeps what belongs to streams."""
-        outputs, self._aborted = self._aborted, []
-        if not outputs:
-            if not self.engine.has_unfinished():
-                raise RuntimeError(
-                    "the request is gone: a failed call reset the engine, or another step took it"
-                )
-            outputs = self.engine.step()
-        for output in outputs:
-            if output.request_id in self._unread:
-                self._unread[output.request_id] = output
-        return outputs
+    def _submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priority: int | Sequence[int],
+        timeout: float | None,
+        request_ids: Sequence[str] | None,
+    ) -> list["_Open"]:
+        engine = self.engine
+        if request_ids is None:
+            fresh = (name for name in map(str, self._ids) if not engine.has_unfinished(name))
+            names = list(itertools.islice(fresh, len(prompts)))
+        elif isinstance(request_ids, str):
+            raise ValueError(f"request_ids ({request_ids!r}) must be a list")
+        else:
+            names = list(request_ids)
+        if len(names) != len(prompts):
+            raise ValueError(
+                f"request_ids ({len(names)}) must be as many as prompts ({len(prompts)})"
+            )
+        is_ranked = any(priority) if isinstance(priority, Sequence) else priority != 0
+        if is_ranked and engine.config.scheduling_policy != "priority":
+            raise ValueError(f'priority ({priority!r}) needs scheduling_policy="priority"')
+        opened = [_Open(name) for name in names]
+        requests = list(zip(names, prompts, params, strict=True))
+        with self._lock:
+            engine.add_requests(requests, priority=priority, timeout=timeout)
+            self._open |= dict(zip(names, opened, strict=True))
+        return opened
 
-    def _outputs(self, name: str) -> Iterator[RequestOutput | None]:
+    def _finish(self, opened: list["_Open"], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Steps until all have ended; whatever ends it early aborts them."""
+        going = opened
+        try:
+            with RequestProgress(len(opened), is_shown=use_tqdm) as progress:
+                while going:
+                    self._step(going[0])
+                    for ended in (one for one in going if one.is_ended):
+                        if ended.error is not None:
+                            raise ended.error
+                    going = [one for one in going if not one.is_ended]
+                    num_tokens = sum(one.num_tokens for one in opened)
+                    progress.update(len(opened) - len(going), num_tokens)
+        finally:
+            for one in going:
+                self._leave(one)
+        return [one.output for one in opened if one.output is not None]
+
+    def _outputs(self, opened: "_Open") -> Iterator[RequestOutput | None]:
         """None, then the outputs of one request."""
-        self._unread[name] = None
+        output = None
         try:
             yield None
-            while True:
-                while (output := self._unread[name]) is None:
-                    self._step()
-                self._unread[name] = None
+            while output is None or not output.finished:
+                while opened.output is output:
+                    self._step(opened)
+                output = opened.output
+                if opened.error is not None:
+                    raise opened.error
                 yield output
-                if output.finished:
-                    return
         finally:
-            del self._unread[name]
-            if self._engine is not None:
-                self._engine.abort(name)
+            self._leave(opened)
+
+    def _step(self, opened: "_Open") -> None:
+        """One dispatch for every open call; `opened` is one that has not ended.
+
+        Raises: RuntimeError if it can never end.
+        """
+        engine = self.engine
+        if engine.has_unfinished():
+            for output in engine.step():
+                self._deliver(output)
+            return
+        with self._lock:  # an abort that is under way delivers first
+            if not opened.is_ended:
+                raise RuntimeError(
+                    "the request is gone: somebody reset the engine, or stepped it and took it"
+                )
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """Hands an output to its call."""
+        opened = self._open.get(output.request_id)
+        if opened is None:
+            return
+        if output.finished:
+            del self._open[output.request_id]
+            if output.error is not None:
+                opened.error = self.engine.error
+        opened.output = output
+
+    def _leave(self, opened: "_Open") -> None:
+        """Aborts a request that nobody waits for any more, unless it has ended."""
+        with self._lock:
+            if self._open.get(opened.name) is opened:
+                del self._open[opened.name]
+                if self._engine is not None:
+                    self._engine.abort(opened.name)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request of a call, and what has come of it."""
+
+    name: str
+    output: RequestOutput | None = None
+    """The newest."""
+    error: Exception | None = None
+    """Why it failed, if it did."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.output is not None and self.output.finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(one.token_ids) for one in self.output.outputs) if self.output else 0
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -266,13 +367,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config, else config, else the tokenizer's."""
-    for source in (checkpoint.generation_config, checkpoint.config):
-        value = source.get("eos_token_id")
-        if value is not None:
-            ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-            if not all(isinstance(token, int) for token in ids):
-                raise ValueError(f"config eos_token_id ({value!r}) must be an id or a list of ids")
-            return ids
-    return tokenizer.eos_token_ids if tokenizer else ()
+def _as_params(params: Any, count: int, kind: type) -> list[Any]:
+    """One per prompt."""
+    each = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(each) != count:
+        raise ValueError(f"{kind.__name__} ({len(each)}) must be as many as prompts ({count})")
+    for one in each:
+        if not isinstance(one, kind):
+            raise ValueError(f"params must be {kind.__name__}, not {type(one).__name__}")
+    return each

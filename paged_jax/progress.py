@@ -1,16 +1,12 @@
 """A progress bar over requests."""
 
-from collections.abc import Sequence
 from types import TracebackType
-
-from paged_jax.outputs import RequestOutput
 
 
 class RequestProgress:
     """Requests done, and tokens per second; draws on stderr, or nothing."""
 
     def __init__(self, total: int, *, is_shown: bool) -> None:
-        self._tokens = 0
         self._progress = None
         if is_shown and total:
             self._progress, self._task = _bar(total)
@@ -29,13 +25,12 @@ class RequestProgress:
         if self._progress is not None:
             self._progress.stop()
 
-    def update(self, done: int, outputs: Sequence[RequestOutput]) -> None:
-        """Tells how many requests are done and which advanced by a token."""
-        self._tokens += len(outputs)
+    def update(self, num_done: int, num_tokens: int) -> None:
+        """Tells how many requests are done, and how many tokens they have generated so far."""
         if self._progress is not None:
             elapsed = self._progress.tasks[0].elapsed or 1e-9
-            speed = f"{self._tokens / elapsed:.1f} tokens/s"
-            self._progress.update(self._task, completed=done, speed=speed)
+            speed = f"{num_tokens / elapsed:.1f} tokens/s"
+            self._progress.update(self._task, completed=num_done, speed=speed)
 
 
 def _bar(total: int):

@@ -127,7 +127,8 @@ class Engine:
         timeout: float | None = None,
     ) -> None:
         """Adds all of (request_id, prompt, params), or none when one of them is refused."""
-        priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
+        is_listed = isinstance(priority, Listed)
+        priorities = list(priority) if is_listed else [priority] * len(requests)
         if len(priorities) != len(requests):
             raise ValueError(
                 f"priority ({len(priorities)}) must be as many as requests ({len(requests)})"

@@ -38,6 +38,8 @@ def check_request(
     Raises: ValueError that names the field and the rule; NotImplementedError for a sampling field
       that does not act yet.
     """
+    if not isinstance(request_id, str):
+        raise ValueError(f"request_id ({request_id!r}) must be text")
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
     params.check_supported()

@@ -1,0 +1,89 @@
+"""From what a user names to an engine: a checkpoint or a module, its tokenizer, and options."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.compile_cache import use_compilation_cache
+from paged_jax.engine.engine import Engine
+from paged_jax.models.checkpoint import Checkpoint
+from paged_jax.models.hub import cache_dir, resolve_model
+from paged_jax.models.load import load_model, open_checkpoint
+from paged_jax.models.protocol import PagedModel
+from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
+
+_logger = logging.getLogger("paged_jax")
+
+
+def build_engine(
+    model: str | Path | PagedModel,
+    tokenizer: str | Path | Tokenizer | None,
+    options: dict[str, Any],
+) -> Engine:
+    """Loads a model and makes its KV pool.
+
+    Args:
+      model: A built-in name, a directory with safetensors, a `.gguf` file, or a module.
+      tokenizer: Directory with tokenizer.json, or a `Tokenizer`; None takes the model's own.
+      options: Fields of `EngineConfig`.
+    Raises: ValueError for an unknown option or model, an unreadable file, or sizes that contradict
+      each other; NotImplementedError for an option value that is not built yet.
+    """
+    config = EngineConfig.from_options(options)
+    eos_token_ids: Sequence[int] = ()
+    max_position = None
+    own_tokenizer = None
+    if isinstance(model, (str, Path)):
+        start = time.monotonic()
+        path = resolve_model(str(model), progress=_logger.info)
+        checkpoint = open_checkpoint(path)
+        _logger.info("loading %s", path.name)
+        module = load_model(checkpoint, config.dtype)
+        own_tokenizer = checkpoint.tokenizer()
+        eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
+        max_position = module.spec.max_position_embeddings
+        _logger.info("loaded in %.1f s", time.monotonic() - start)
+    else:
+        if isinstance(model, type):
+            raise ValueError(f"model must be an instance, not the class {model.__name__}")
+        for method in ("logits", "cache_spec"):
+            if not callable(getattr(model, method, None)):
+                raise ValueError(f"model {type(model).__name__} must have a method {method}")
+        if config.dtype != "auto":
+            raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
+        module = model
+    if isinstance(tokenizer, (str, Path)):
+        own_tokenizer = load_tokenizer(Path(tokenizer))
+        if own_tokenizer is None:
+            raise ValueError(f"tokenizer {tokenizer} has no tokenizer.json")
+    elif isinstance(tokenizer, Tokenizer):
+        own_tokenizer = tokenizer
+    elif tokenizer is not None:
+        raise ValueError(f"tokenizer ({tokenizer!r}) must be a path or a Tokenizer")
+    if not eos_token_ids and own_tokenizer is not None:
+        eos_token_ids = own_tokenizer.eos_token_ids
+    # JAX's cache of compiled programs is one setting of the process: it is set where the user has
+    # not, and not before the arguments are known to be good.
+    use_compilation_cache(cache_dir())
+    return Engine(
+        module,
+        config,
+        tokenizer=own_tokenizer,
+        eos_token_ids=eos_token_ids,
+        max_position=max_position,
+    )
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config, else config, else the tokenizer's."""
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if not all(isinstance(token, int) for token in ids):
+                raise ValueError(f"config eos_token_id ({value!r}) must be an id or a list of ids")
+            return ids
+    return tokenizer.eos_token_ids if tokenizer else ()
