@@ -93,8 +93,9 @@ class _Round:
             victim = self.state.running[-1]
             group = _group(victim)
             if sequence in group and all(other in group for other in self.state.running):
-                # They hold every block that is not free: no wait can help but for their own tokens.
-                if any(member.num_unread for member in group):
+                # They hold every block that is not free: no wait can help but for their own tokens,
+                # and for rows of the past that the next plan frees.
+                if self.state.released or any(member.num_unread for member in group):
                     return
                 self.capped += group
                 for member in group:
