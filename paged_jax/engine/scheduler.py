@@ -198,7 +198,13 @@ class _Round:
         num_reclaimed = 0
         if state.cache is not None:
             num_reclaimed = sum(map(state.cache.is_reclaimable, blocks))
-        if whole + num_reclaimed > self.blocks.available - reserved:
+        room = self.blocks.available - reserved
+        if whole + num_reclaimed > room and shared_tokens % size:
+            # One that fills the pool has no room for a copy: it computes the last block instead.
+            num_reclaimed -= state.cache is not None and state.cache.is_reclaimable(blocks[-1])
+            blocks = blocks[:-1]
+            start = shared_tokens = len(blocks) * size
+        if whole + num_reclaimed > room:
             return None
         for member in members:
             member.row = heapq.heappop(state.free_rows)
