@@ -71,6 +71,9 @@ class Dispatcher:
             self.fault("swap_in")
             image, num_blocks = self.images.pop(requests[name].sequences[index])
             images.append((state.ledger.tables[row][first:num_blocks], image, first))
+        for segment, sequence in zip(plan.segments if self.images else (), sequences, strict=False):
+            if segment.is_admission:
+                self.images.pop(sequence, None)  # the cache had as much
         if allocation.copies:
             self.fault("copy")
         result = self._runner.issue(plan, sequences, images)
