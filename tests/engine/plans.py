@@ -33,7 +33,7 @@ class Player:
         def play_next(state, now, config):
             return self._next if state is engine.state else schedule(state, now, config)
 
-        monkeypatch.setattr("paged_jax.engine.engine.schedule", play_next)
+        monkeypatch.setattr("paged_jax.engine.loop.schedule", play_next)
 
     def add(self, name: str, prompt, params: SamplingParams = GREEDY) -> None:
         self.engine.add_request(name, [int(token) for token in prompt], params)

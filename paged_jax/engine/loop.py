@@ -1,0 +1,275 @@
+"""What an engine does in a step: plan, issue, read, hand over, and go on after a failure."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from paged_jax.config import EngineConfig, ResolvedConfig
+from paged_jax.engine import answer, beams
+from paged_jax.engine.dispatch import Dispatcher, Issued
+from paged_jax.engine.request import Request, Sequence
+from paged_jax.engine.runner import Runner
+from paged_jax.engine.scheduler import schedule
+from paged_jax.engine.scheduler_state import SchedulerState
+from paged_jax.engine.step import StepOutputs
+from paged_jax.models.tokenizer import Tokenizer
+from paged_jax.outputs import FinishReason, RequestOutput
+from paged_jax.plan import Plan
+
+_logger = logging.getLogger("paged_jax")
+
+
+class Loop:
+    """The private half of `Engine`: its state, and what moves it from one dispatch to the next.
+
+    plan n+1 -> issue n+1 -> read n -> hand over the tokens of n
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: ResolvedConfig,
+        options: EngineConfig,
+        tokenizer: Tokenizer | None,
+        root: bytes,
+    ) -> None:
+        self.runner, self.config, self.tokenizer = runner, config, tokenizer
+        self.dispatcher = Dispatcher(runner, config, is_checked=options.debug)
+        self.error: Exception | None = None
+        """Of the last dispatch that failed."""
+        self._options = options
+        self._root = root
+        self.state = SchedulerState.create(config, root)
+        self._requests: dict[str, Request] = {}
+        self._planned: Plan | None = None
+        self._unread: Issued | None = None
+        self._early: list[RequestOutput] = []
+        """Outputs that were read between steps; the next step returns them."""
+        self._num_failures = 0
+        self._is_untouched = False
+        """Whether the step that runs has changed nothing yet."""
+        self._lock = threading.RLock()
+        self._is_stepping = False
+        self._aborts: deque[Request] = deque()
+        self._counts = dict.fromkeys(("num_preemptions", "prompt_tokens", "generation_tokens"), 0)
+
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        if self._planned is None:
+            self._is_untouched = True
+            self.dispatcher.fault("plan")
+            self._is_untouched = False
+            self._planned = schedule(self.state, time.monotonic(), self.config)
+        plan = self._planned
+        outputs += [self._finish(self._requests[name], "timeout") for name in plan.expired]
+        for name, index in plan.capped:
+            request = self._requests.get(name)
+            if request is not None and request.sequences[index].finish_reason is None:
+                outputs.append(self._cap(request.sequences[index]))
+        issued = None if plan.is_empty else self._issue(plan)
+        self._planned = None
+        unread, self._unread = self._unread, issued
+        if unread is not None:
+            self._commit(unread, outputs)
+        if self._unread is not None and not self._options.overlap:
+            unread, self._unread = self._unread, None
+            self._commit(unread, outputs)
+
+    def _issue(self, plan: Plan) -> Issued | None:
+        self._counts["num_preemptions"] += len(plan.preempted)
+        return self.dispatcher.issue(plan, self.state, self._requests)
+
+    def _commit(self, issued: Issued, outputs: list[RequestOutput]) -> None:
+        """Hands the results of a dispatch to its sequences."""
+        result = self.dispatcher.read(issued, self.state.costs)
+        plan = issued.plan
+        touched: dict[Request, None] = {}
+        waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
+        for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
+            sequence.num_unread -= segment.num_sampled
+            if not segment.num_sampled or sequence.finish_reason is not None:
+                continue
+            touched[sequence.request] = None
+            self._num_failures = 0
+            if sequence.request.is_beam:
+                sequence.listed = (
+                    np.asarray(result.top_ids[0, i]),
+                    np.asarray(result.top_logprobs[0, i]),
+                )
+                continue
+            self._take_tokens(sequence, result, i, segment.is_decode)
+        outputs += [self._advance(request) for request in touched]
+        for request in dict.fromkeys(waited):
+            if request.first_token_time is not None:
+                self.dispatcher.recorder.first_token(request)
+
+    def _take_tokens(
+        self, sequence: Sequence, result: StepOutputs, i: int, is_decode: bool
+    ) -> None:
+        for step in range(int(result.num_run[i]) if is_decode else 1):
+            reason = answer.take_token(sequence, result, (step, i), self.tokenizer)
+            self._counts["generation_tokens"] += 1
+            if reason is not None:
+                self.state.publish(sequence)
+                answer.end(sequence, reason)
+                return
+        self.state.publish(sequence)
+
+    def _advance(self, request: Request) -> RequestOutput:
+        """The output of a request whose tokens were read; ends what has ended."""
+        if request.is_beam:
+            self._counts["generation_tokens"] += beams.advance(request, self.state, self.tokenizer)
+        output = self._output(request)
+        for sequence in request.sequences:
+            if sequence.finish_reason is not None:
+                self._drop(sequence)
+        return self._close(request, output) if request.is_finished else output
+
+    # Ends.
+
+    def _take_aborts(self) -> list[RequestOutput]:
+        outputs = []
+        while self._aborts:
+            request = self._aborts.popleft()
+            if self._is_held(request):
+                outputs.append(self._finish(request, "abort"))
+        return outputs
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether it has not ended; another may have its id by now."""
+        return self._requests.get(request.request_id) is request
+
+    def _cap(self, sequence: Sequence) -> RequestOutput:
+        """Ends one choice, or all beams of a request, that the whole pool cannot hold."""
+        request = sequence.request
+        if request.is_beam:
+            return self._finish(request, "length")
+        answer.end(sequence, "length")
+        output = self._output(request)
+        self._drop(sequence)
+        return self._close(request, output) if request.is_finished else output
+
+    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+        """Ends all of a request that has not ended."""
+        if request.is_beam:
+            beams.end(request, self.tokenizer, reason)
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                answer.end(sequence, reason)
+        output = self._output(request)
+        for sequence in request.sequences:
+            self._drop(sequence)
+        return self._close(request, output)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.state.drop(sequence)
+        self.dispatcher.images.pop(sequence, None)
+
+    def _close(self, request: Request, output: RequestOutput) -> RequestOutput:
+        for sequence in request.sequences:
+            self._drop(sequence)
+        request.finished_time = time.monotonic()
+        self.dispatcher.recorder.ended(request, request.sequences[-1].finish_reason or "abort")
+        self._requests.pop(request.request_id, None)
+        metrics = dataclasses.replace(output.metrics, finished_time=request.finished_time)
+        return dataclasses.replace(output, metrics=metrics)
+
+    def _output(self, request: Request) -> RequestOutput:
+        rows = [s.row for s in request.sequences if s.row is not None]
+        held = {block for row in rows for block in self.state.ledger.tables[row]}
+        return answer.output_of(request, len(held))
+
+    # Failure.
+
+    def _guarded(
+        self, run: Callable[[list[RequestOutput]], None], outputs: list[RequestOutput]
+    ) -> None:
+        """Runs a part of a step; whatever it raises leaves a usable engine and loses no output."""
+        try:
+            run(outputs)
+        except Exception as error:
+            self.error = error
+            _logger.exception("a dispatch failed")
+            self._recover(error, outputs)
+        except BaseException:
+            self._start_over(outputs)
+            raise
+
+    def _recover(self, error: Exception, outputs: list[RequestOutput]) -> None:
+        """Goes on after a failure, without the requests that fail again and again."""
+        self._num_failures += 1
+        self.dispatcher.recorder.failed()
+        if self._num_failures > self._options.max_step_retries:
+            self._num_failures = 0
+            segments = self._planned.segments if self._planned is not None else ()
+            names = {segment.request_id for segment in segments}
+            if self._unread is not None:
+                names |= {sequence.request.request_id for sequence in self._unread.sequences}
+            names = names or {s.request.request_id for s in self.state.running}
+            for name in sorted(names or set(self._requests)):
+                if (request := self._requests.get(name)) is not None:
+                    request.error = f"{type(error).__name__}: {error}"
+                    outputs.append(self._finish(request, "error"))
+        elif self._is_untouched:
+            self._is_untouched = False
+            return  # nothing was changed: the plan is made again
+        self._start_over(outputs)
+
+    def _start_over(self, outputs: list[RequestOutput]) -> None:
+        """Tells those that ended in the dispatch, and lets the others wait for a new pool."""
+        ended = [request for request in self._requests.values() if request.is_finished]
+        outputs += [self._close(request, self._output(request)) for request in ended]
+        self._renew()
+
+    def _renew(self) -> None:
+        """A new pool and new states; everybody waits, in order, with the tokens read so far."""
+        old, self._planned, self._unread = self.state, None, None
+        self.state = SchedulerState.create(self.config, self._root)
+        self.state.costs = old.costs
+        if self.state.cache is not None and old.cache is not None:
+            self.state.cache.set_version(old.cache.version)
+        self.state.num_queried_tokens = old.num_queried_tokens
+        self.state.num_hit_tokens = old.num_hit_tokens
+        self.dispatcher.reset()
+        for request in self._requests.values():
+            self.state.restore(request)
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Reads what is under way, for the next step to return; aborts wait for that step too."""
+        with self._lock:
+            self._is_stepping = True
+            try:
+                self._early += self._take_aborts()
+                self._guarded(self._drain_unread, self._early)
+                yield
+            finally:
+                self._is_stepping = False
+
+    def _drain(self, outputs: list[RequestOutput]) -> None:
+        """Gives the last blocks back when nobody is left to make a plan for."""
+        self._drain_unread(outputs)
+        while self.state.released:
+            self._issue(schedule(self.state, time.monotonic(), self.config))
+
+    def _forget_cached(self, outputs: list[RequestOutput]) -> None:
+        self._drain_unread(outputs)
+        if self.state.cache is None:
+            return
+        released = self.state.cache.clear()
+        for request in self._requests.values():
+            for sequence in request.sequences:
+                sequence.num_published = 0
+        if released:
+            self._issue(Plan(release_ids=released))
+
+    def _drain_unread(self, outputs: list[RequestOutput]) -> None:
+        """Reads what has been issued."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._commit(unread, outputs)
