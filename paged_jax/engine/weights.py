@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 
@@ -51,8 +52,8 @@ def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array,
 
 
 def _put(leaf: Any, sharding: Any) -> jax.Array:
-    # A numpy array may be written to later: it must not share its memory.
-    return jax.device_put(leaf, sharding, may_alias=isinstance(leaf, jax.Array))
+    # A numpy array may be written to later, and `device_put` may share its memory.
+    return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
 
 
 def _named(params: Any) -> dict[str, Any]:

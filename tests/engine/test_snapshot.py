@@ -1,4 +1,4 @@
-"""A restored engine goes on with the tokens, text and log-probabilities of the one that was saved."""
+"""A restored engine gives the tokens, text and log-probabilities that the saved one would."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def make_engine(model, **options) -> Engine:
 
 
 def workload() -> list[tuple]:
-    """(id, prompt, params, priority): every kind of request, more of them than there is room for."""
+    """(id, prompt, params, priority): every kind of request, more than there is room for."""
     rng = np.random.default_rng(3)
 
     def prompt(length: int) -> list[int]:
@@ -208,9 +208,9 @@ def test_what_differs_is_named_and_nothing_changes(toy, saved):
     engine.runner.leaf_specs = {
         name: spec for name, spec in engine.runner.leaf_specs.items() if name != "head.weight"
     }
-    with pytest.raises(ValueError, match=r"head.weight of this engine \(None\) must be .*float32"):
+    with pytest.raises(ValueError, match=r"head\.weight of this engine \(None\) must be .*float32"):
         engine.restore(path)
-    with pytest.raises(ValueError, match="must be a directory that Engine.snapshot wrote"):
+    with pytest.raises(ValueError, match=r"must be a directory that Engine\.snapshot wrote"):
         engine.restore(path / "cache")
     with pytest.raises(ValueError, match="must not exist yet"):
         writer.snapshot(path)
