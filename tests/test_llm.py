@@ -1,21 +1,7 @@
-import itertools
-
 import pytest
 
-from paged_jax import LLM, SamplingParams
-from paged_jax.models.tokenizer import Tokenizer
-from tests.byte_tokenizer import TEMPLATE, byte_backend
-
-# One shape for every LLM here: compiled programs are shared and compiled once.
-OPTIONS = {
-    "max_num_seqs": 4,
-    "block_size": 4,
-    "num_blocks": 10,
-    "max_model_len": 64,
-    "max_num_batched_tokens": 16,
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
-PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13], [14, 15], [200, 201, 202]]
+from paged_jax import LLM, BeamSearchParams, SamplingParams
+from tests.llm_harness import GREEDY, OPTIONS, PROMPTS, assert_idle, open_texting, run, tokens
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +14,7 @@ def llm(toy):
 @pytest.fixture(scope="module")
 def texting(toy):
     """The same model with a tokenizer of bytes and no end of sequence."""
-    tokenizer = Tokenizer(
-        byte_backend(["<s>", "</s>"], 258), special_tokens={}, chat_template=TEMPLATE
-    )
-    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+    with open_texting(toy) as llm:
         yield llm
 
 
@@ -40,20 +23,7 @@ def nothing_is_left(request):
     """After every test all blocks are free and nobody waits."""
     yield
     for name in {"llm", "texting"} & set(request.fixturenames):
-        assert is_idle(request.getfixturevalue(name))
-
-
-def is_idle(llm):
-    names = ("num_used", "num_running", "num_waiting")
-    return not llm.engine.has_unfinished() and [llm.stats()[name] for name in names] == [0, 0, 0]
-
-
-def run(llm, prompts, params=GREEDY):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
+        assert_idle(request.getfixturevalue(name))
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +85,76 @@ def test_parameters_default_to_those_of_sampling_params(llm):
     assert len(output.outputs[0].token_ids) == SamplingParams().max_tokens
 
 
-def test_a_seed_decides_what_is_drawn(llm):
+def test_a_seed_decides_what_is_drawn_wherever_the_request_stands(llm):
     params = [SamplingParams(seed=seed) for seed in (1, 2, 1)]
     first, second, third = tokens(run(llm, [PROMPTS[0]] * 3, params))
     assert first == third != second
+    for neighbours in (0, 1, 5):
+        prompts = [*PROMPTS[1 : 1 + neighbours], PROMPTS[0]]
+        each = [SamplingParams(max_tokens=9)] * neighbours + [params[0]]
+        assert tokens(run(llm, prompts, each))[-1] == first
+
+
+def test_one_seed_for_all_prompts_gives_equal_prompts_equal_tokens(llm):
+    found = tokens(run(llm, [PROMPTS[0]] * 4, SamplingParams(seed=1)))
+    assert found == found[:1] * 4
+    unseeded = tokens(run(llm, [PROMPTS[0]] * 4, SamplingParams()))
+    assert len(set(map(tuple, unseeded))) == 4
+
+
+def test_two_llms_of_one_engine_seed_draw_the_same(toy):
+    found = []
+    for seed in (0, 0, 1):
+        with LLM(toy, **OPTIONS, seed=seed) as llm:
+            found.append(tokens(run(llm, PROMPTS[:2], SamplingParams())))
+    assert found[0] == found[1] != found[2]
+
+
+def test_choices_of_a_request_differ_and_repeat(llm):
+    params = SamplingParams(n=4, seed=1, max_tokens=8)
+    first, second = (run(llm, [PROMPTS[0], PROMPTS[1]], params) for _ in range(2))
+    for output, again in zip(first, second, strict=True):
+        assert [choice.index for choice in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(choice.token_ids) for choice in output.outputs}) == 4
+        assert output.outputs == again.outputs
+    # The first choice is what the seed gives without others.
+    assert tokens(first) == tokens(run(llm, PROMPTS[:2], SamplingParams(seed=1, max_tokens=8)))
+
+
+def test_beams_come_best_first_with_text_and_their_log_probability(texting):
+    params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.0)
+    two = texting.beam_search(["ab", "c"], params, use_tqdm=False)
+    for output in two:
+        assert [beam.index for beam in output.outputs] == [0, 1, 2]
+        sums = [beam.cumulative_logprob for beam in output.outputs]
+        assert sums == sorted(sums, reverse=True)
+        assert len({tuple(beam.token_ids) for beam in output.outputs}) == 3
+        decode = texting.get_tokenizer().decode
+        assert [b.text for b in output.outputs] == [decode(b.token_ids) for b in output.outputs]
+    each = [params, BeamSearchParams(beam_width=1, max_tokens=5)]
+    [first, second] = texting.beam_search(["ab", "c"], each, use_tqdm=False)
+    assert first.outputs == two[0].outputs
+    greedy = SamplingParams(temperature=0.0, max_tokens=5)
+    assert tokens([second]) == tokens(run(texting, "c", greedy))
+
+
+def test_cached_prefixes_are_counted_and_a_salt_keeps_them_apart(llm):
+    ids = list(range(30, 39))
+
+    def cached(salt=None):
+        prompt = {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt})
+        [output] = run(llm, prompt)
+        found.append(output.outputs[0].token_ids)
+        return output.num_cached_tokens
+
+    found, before = [], llm.stats()
+    assert [cached(), cached(), cached("x"), cached("x"), cached("y")] == [0, 8, 0, 8, 0]
+    llm.reset_prefix_cache()
+    assert [cached(), cached("x")] == [0, 0]
+    assert found == found[:1] * 7
+    after = llm.stats()
+    assert after["prefix_queries_tokens"] - before["prefix_queries_tokens"] == 7 * 9
+    assert after["prefix_hits_tokens"] - before["prefix_hits_tokens"] == 2 * 8
 
 
 def test_logprobs_rank_the_greedy_token_first(llm):
@@ -145,6 +181,18 @@ def test_the_progress_bar_leaves_stdout_alone(llm, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "1/1" in shown.err
+
+
+def test_progress_counts_every_token_of_the_call(llm, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "paged_jax.progress.RequestProgress.update", lambda _, *counts: seen.append(counts)
+    )
+    stream = llm.stream(PROMPTS[2], GREEDY)
+    outputs = run(llm, PROMPTS[:2], SamplingParams(n=2, seed=1, max_tokens=20))
+    assert seen == sorted(seen)
+    assert seen[-1] == (2, sum(len(c.token_ids) for out in outputs for c in out.outputs))
+    stream.close()
 
 
 def test_a_stop_string_cuts_the_text(texting):
@@ -184,6 +232,7 @@ def test_chat_renders_one_conversation_or_several(texting):
         ("text", "no tokenizer: give prompt_token_ids"),
         ({"prompt": "text"}, "no tokenizer: give prompt_token_ids"),
         ({"prompt_ids": [1]}, "unknown key 'prompt_ids'"),
+        ({"prompt_token_ids": [1], "cache_salt": 1}, r"cache_salt \(1\) must be text"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -204,19 +253,32 @@ def test_a_refused_prompt_keeps_the_good_ones_of_its_call_from_running(llm):
 
 def test_a_field_that_is_not_built_is_refused(llm):
     before = llm.stats()
-    with pytest.raises(NotImplementedError, match=r"SamplingParams\.n "):
-        run(llm, PROMPTS[:2], [GREEDY, SamplingParams(n=2)])
+    with pytest.raises(NotImplementedError, match=r"SamplingParams\.min_p "):
+        run(llm, PROMPTS[:2], [GREEDY, SamplingParams(min_p=0.5)])
     assert llm.stats() == before
 
 
 def test_parameters_must_be_as_many_as_prompts(llm):
-    with pytest.raises(ValueError, match=r"sampling_params \(1\) must be as many as prompts \(2\)"):
+    with pytest.raises(ValueError, match=r"SamplingParams \(1\) must be as many as prompts \(2\)"):
         run(llm, PROMPTS[:2], [GREEDY])
 
 
 def test_parameters_must_be_sampling_params(llm):
     with pytest.raises(ValueError, match="must be SamplingParams, not dict"):
         run(llm, PROMPTS[0], {"temperature": 0.0})
+
+
+def test_beam_search_and_sampling_take_their_own_parameters(llm):
+    beams = BeamSearchParams(beam_width=2)
+    for call in (run, lambda llm, *arguments: llm.stream(*arguments)):
+        with pytest.raises(ValueError, match="must be SamplingParams, not BeamSearchParams"):
+            call(llm, PROMPTS[0], beams)
+    with pytest.raises(ValueError, match="must be BeamSearchParams, not SamplingParams"):
+        llm.beam_search(PROMPTS[0], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"BeamSearchParams \(1\) must be as many as prompts"):
+        llm.beam_search(PROMPTS[:2], [beams], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"beam_width \(5\) must be at most max_num_seqs \(4\)"):
+        llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=5), use_tqdm=False)
 
 
 def test_a_stop_string_needs_a_tokenizer(llm):
@@ -232,111 +294,6 @@ def test_chat_needs_a_tokenizer(llm):
 def test_a_stream_refuses_its_prompt_when_it_is_made(llm):
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.stream([])
-
-
-# Streams.
-
-
-def test_a_stream_yields_growing_prefixes(texting):
-    # "é" and the end may be held back for a while; what was shown stays.
-    outputs = list(texting.stream("ab", GREEDY))
-    texts = [output.outputs[0].text for output in outputs]
-    assert all(later.startswith(sooner) for sooner, later in itertools.pairwise(texts))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
-    assert [output.finished for output in outputs] == [False] * 5 + [True]
-    assert outputs[-1].outputs == run(texting, "ab")[0].outputs
-
-
-@pytest.mark.parametrize("num_read", [0, 1, 3])
-def test_closing_a_stream_early_frees_its_blocks(llm, num_read):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    for _ in range(num_read):
-        next(stream)
-    stream.close()
-    assert is_idle(llm)
-
-
-def test_a_stream_goes_on_beside_other_calls(llm, alone):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    assert tokens(run(llm, PROMPTS[1:])) == alone[1:]
-    last = list(stream)[-1]
-    assert last.finished
-    assert tokens([last]) == alone[:1]
-
-
-def test_two_streams_may_be_read_in_turn(llm, alone):
-    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    last = {}
-    for outputs in itertools.zip_longest(*streams):
-        last |= {output.request_id: output for output in outputs if output is not None}
-    assert tokens(last.values()) == alone[:2]
-
-
-def test_an_aborted_stream_ends_and_says_so(llm):
-    outputs = []
-    for output in llm.stream(PROMPTS[0], GREEDY):
-        outputs.append(output)
-        llm.abort(output.request_id)
-    assert [output.outputs[0].finish_reason for output in outputs] == [None, "abort"]
-    assert is_idle(llm)
-
-
-def test_aborting_an_unknown_request_does_nothing(llm):
-    llm.abort("nobody")
-
-
-# Failures in a dispatch.
-
-
-def fail_at(monkeypatch, llm, number, error):
-    """Lets the runner raise in its dispatch of this number, once."""
-    runner, count = llm.engine.runner, itertools.count(1)
-    original = runner.run
-
-    def run(*args):
-        if next(count) == number:
-            # A real failure has taken the donated pool with it.
-            runner.kv.kv.delete()
-            raise error
-        return original(*args)
-
-    monkeypatch.setattr(runner, "run", run)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_error_in_a_dispatch_leaves_an_empty_usable_engine(
-    llm, alone, monkeypatch, error, number
-):
-    fail_at(monkeypatch, llm, number, error)
-    with pytest.raises(type(error)) as caught:
-        run(llm, PROMPTS)
-    assert caught.value is error
-    assert is_idle(llm)
-    assert tokens(run(llm, PROMPTS)) == alone
-
-
-def test_a_stream_whose_request_was_dropped_says_so(llm, monkeypatch):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    fail_at(monkeypatch, llm, 1, RuntimeError("device lost"))
-    with pytest.raises(RuntimeError, match="device lost"):
-        run(llm, PROMPTS)
-    with pytest.raises(RuntimeError, match="the request is gone"):
-        next(stream)
-
-
-def test_an_interrupt_between_dispatches_frees_the_blocks(llm, alone, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("paged_jax.progress.RequestProgress.update", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS)
-    assert is_idle(llm)
-    assert tokens(run(llm, PROMPTS)) == alone
 
 
 # Making and closing.

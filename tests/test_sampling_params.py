@@ -6,6 +6,7 @@ from paged_jax.sampling_params import SamplingParams
 
 # Acting fields are tested where they act: tests/ops, tests/engine and tests/test_llm.py.
 ACTING = {
+    "n": 2,
     "temperature": 0.5,
     "top_p": 0.5,
     "top_k": 5,
@@ -17,7 +18,6 @@ ACTING = {
 }
 # A legal value in vLLM that is not the default.
 REFUSED = {
-    "n": 2,
     "min_p": 0.1,
     "min_tokens": 1,
     "stop_token_ids": [3],
@@ -49,6 +49,10 @@ WRONG = [
     ("top_k", 2.0),
     ("top_k", True),
     ("top_k", None),
+    ("n", 0),
+    ("n", 65),
+    ("n", True),
+    ("n", None),
     ("max_tokens", 0),
     ("max_tokens", -5),
     ("max_tokens", 1.0),
