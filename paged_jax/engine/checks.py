@@ -24,6 +24,12 @@ class Checker:
     def __init__(self, config: ResolvedConfig) -> None:
         self.shadow = Shadow(config.num_blocks, config.max_num_seqs, config.block_size)
 
+    def renewed(self, config: ResolvedConfig) -> "Checker":
+        """One for a new pool, that knows what images on the host hold."""
+        checker = Checker(config)
+        checker.shadow.swapped = self.shadow.swapped
+        return checker
+
     def adopt(
         self,
         runner: Runner,

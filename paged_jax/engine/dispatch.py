@@ -105,7 +105,7 @@ class Dispatcher:
     def reset(self) -> None:
         """A new pool; images of those who still wait for them stay."""
         if self._checker is not None:
-            self._checker = Checker(self._config)
+            self._checker = self._checker.renewed(self._config)
         self._runner.reset()
         self.images = {s: image for s, image in self.images.items() if s.swapped_tokens}
 

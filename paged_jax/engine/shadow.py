@@ -26,7 +26,8 @@ class Shadow:
         self._block_size = block_size
         self._rows: list[list[int]] = [[] for _ in range(max_seqs)]
         self._retained: dict[int, list[int]] = {}
-        self._swapped: dict[object, list[int]] = {}
+        self.swapped: dict[object, list[int]] = {}
+        """Tags of images on the host by (request, choice)."""
         self._frozen: set[int] = set()
 
     def apply(self, plan: Plan, owners: tuple[int, ...], ledger: Ledger) -> None:
@@ -48,7 +49,7 @@ class Shadow:
             for _, block_ids, num_tokens in plan.shares
         ]
         for name, index, row in plan.swapped_out:
-            self._swapped[name, index] = self._rows[row]
+            self.swapped[name, index] = self._rows[row]
         for row in plan.free_rows:
             self._rows[row] = []
         self._frozen -= set(plan.free_rows)
@@ -62,7 +63,7 @@ class Shadow:
         for row, length in plan.truncated:
             del self._rows[row][length:]
         for name, index, row, first in plan.swapped_in:
-            tags = self._swapped.pop((name, index))
+            tags = self.swapped.pop((name, index))
             self._rows[row] += tags[first * self._block_size :]
         for segment, owner in zip(plan.segments, owners, strict=True):
             tags = self._rows[segment.row]
@@ -87,13 +88,13 @@ class Shadow:
         self._retained = {block: tags[block] for block in blocks if self.external[block]}
         for number, (key, num_tokens) in enumerate(swapped.items()):
             owner = _ADOPTED + len(blocks) + number
-            self._swapped[key] = core.expected_tags(owner, np.arange(num_tokens))
+            self.swapped[key] = core.expected_tags(owner, np.arange(num_tokens))
         return tags
 
     def image_tags(self, key: tuple[str, int], num_blocks: int) -> np.ndarray:
         """i32[B, P], the tags that an image must hold."""
         tags = np.zeros(num_blocks * self._block_size, np.int32)
-        held = self._swapped[key][: tags.size]
+        held = self.swapped[key][: tags.size]
         tags[: len(held)] = held
         return tags.reshape(num_blocks, self._block_size)
 
