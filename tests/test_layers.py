@@ -21,6 +21,7 @@ LAYERS = {
     "config": "config",
     "shapes": "config",
     "sampling_params": "config",
+    "beam_search_params": "config",
     "outputs": "config",
     "errors": "config",
     "ledger": "ledger",

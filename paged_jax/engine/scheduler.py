@@ -5,8 +5,9 @@ import itertools
 
 from paged_jax.config import ResolvedConfig
 from paged_jax.engine.block_budget import BlockBudget
+from paged_jax.engine.choices import start_choices
 from paged_jax.engine.request import Sequence
-from paged_jax.engine.scheduler_state import Fork, SchedulerState
+from paged_jax.engine.scheduler_state import SchedulerState
 from paged_jax.plan import Plan, Segment
 from paged_jax.shapes import ceil_div
 
@@ -73,7 +74,6 @@ class _Round:
         self.restored: list[tuple[int, int]] = []
         self.blocks = BlockBudget(state)
         self._prompt_ends: list[Sequence] = []  # after which other choices start
-        self._next_forks: list[Fork] = []
         for fork in state.forks:
             fork.child.num_computed = fork.num_tokens
 
@@ -150,7 +150,9 @@ class _Round:
             else:
                 sequence.num_computed = sequence.num_published = 0
         self._extend_decodes()
-        self._start_choices()
+        ends = [(s, self.planned[s][0]) for s in self._prompt_ends if s in self.planned]
+        next_forks, children = start_choices(state, ends)
+        self.planned |= {child: (segment, 0) for child, segment in children}
         # Those that decode were planned first.
         segments = [segment for segment, _ in self.planned.values()]
         evicted, retained = (), ()
@@ -166,7 +168,7 @@ class _Round:
             if fork.num_tokens < state.ledger.lengths[fork.parent]:
                 truncated.append((row, fork.num_tokens))
         reindexed = sorted(state.reindexed.items())
-        state.forks, state.reindexed = self._next_forks, {}
+        state.forks, state.reindexed = next_forks, {}
         return Plan(
             free_rows=tuple(sorted(self.blocks.freed)),
             release_ids=evicted,
@@ -344,54 +346,6 @@ class _Round:
         self.blocks.num_free -= cost
         for sequence, count in steps.items():
             self.planned[sequence][0].num_tokens = count
-
-    def _start_choices(self) -> None:
-        """Where a prompt ends in this plan, its other choices start."""
-        state = self.state
-        for sequence in self._prompt_ends:
-            if sequence not in self.planned or sequence.index:
-                continue
-            segment, request = self.planned[sequence][0], sequence.request
-            if request.is_beam:
-                self._resume_beams(sequence)
-                continue
-            unforked, request.unforked = request.unforked, []
-            for child in unforked:
-                child.hashes = list(sequence.hashes)
-                if not state.free_rows:
-                    state.waiting.push(child)
-                    continue
-                row = heapq.heappop(state.free_rows)
-                state.start(child, row)
-                tokens = segment.start + segment.num_tokens
-                self._next_forks.append(Fork(parent=segment.row, child=child, num_tokens=tokens))
-                child_segment = Segment(
-                    request_id=request.request_id,
-                    index=child.index,
-                    row=row,
-                    start=tokens,
-                    num_tokens=0,
-                    is_decode=False,
-                    is_sampled=True,
-                    is_admission=True,
-                    source=segment.row,
-                )
-                self.planned[child] = (child_segment, 0)
-
-    def _resume_beams(self, first: Sequence) -> None:
-        """After a preemption the first beam is computed again, and the others start from it."""
-        request = first.request
-        if first.num_known == first.num_prompt or not request.unforked:
-            return
-        unforked, request.unforked = request.unforked, []
-        for member in unforked:
-            pairs = zip(first.tokens, member.tokens, strict=False)
-            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            assert member.row is not None
-            assert first.row is not None
-            self.state.start(member, member.row)
-            tokens = min(common, member.num_known - 1)
-            self._next_forks.append(Fork(parent=first.row, child=member, num_tokens=tokens))
 
     def _end(self, sequence: Sequence) -> int:
         segment = self.planned[sequence][0] if sequence in self.planned else None
