@@ -95,7 +95,19 @@ def run_to(engine: Engine, cut: int) -> dict[str, list]:
 
 
 @pytest.fixture(scope="module")
-def whole(toy):
+def process(tmp_path_factory):
+    """`child`, which compiles its programs while the tests compile theirs."""
+    code = "import sys; from tests.engine.test_snapshot import child; child(*sys.argv[1:])"
+    path = tmp_path_factory.mktemp("killed") / "snapshot"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def whole(toy, process):
     """The same requests without interruption."""
     engine = make_engine(toy)
     start(engine)
@@ -129,21 +141,13 @@ def test_a_restored_engine_gives_the_same_outputs(toy, whole, tmp_path, cut):
         assert each.stats()["num_used"] == 0
 
 
-def test_a_killed_engine_goes_on_in_another_process(toy, whole, tmp_path):
-    code = "import sys; from tests.engine.test_snapshot import child; child(*sys.argv[1:])"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "a")],
-        env=env,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        before = json.loads(process.stdout.readline())
-        os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+def test_a_killed_engine_goes_on_in_another_process(toy, whole, process):
+    path = process.args[-1]
+    before = json.loads(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     engine = make_engine(toy)
-    engine.restore(tmp_path / "a")
+    engine.restore(path)
     assert engine.stats()["num_running"] > 1
     assert before | plain(finish(engine)) == plain(whole)
 
