@@ -33,7 +33,7 @@ def run_model(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     engine_options = {
         "max_num_seqs": min(256, arguments.num_requests),
-        "warmup": "all",  # nothing compiles while the clock runs
+        "warmup": "all",  # no program compiles while the clock runs
         **options.engine_options(arguments),
     }
     from paged_jax.cli.status import startup_status
@@ -42,15 +42,29 @@ def run_model(arguments: argparse.Namespace) -> dict[str, Any]:
         from paged_jax.llm import LLM
 
         llm = LLM(arguments.model, **engine_options)
+        _warm_up(llm.engine, arguments.prompt_len)
     with llm, run_log(arguments, llm.engine.config.max_model_len) as made:
+        before = llm.stats()
         _run_load(llm.engine, arguments, made)
         stats = llm.stats()
-        queries = stats["prefix_queries_tokens"]
+        queries = stats["prefix_queries_tokens"] - before["prefix_queries_tokens"]
+        hits = stats["prefix_hits_tokens"] - before["prefix_hits_tokens"]
         return {
             **made.figures(),
-            "prefix_hit_fraction": stats["prefix_hits_tokens"] / queries if queries else 0.0,
+            "prefix_hit_fraction": hits / queries if queries else 0.0,
             "stats": stats,
         }
+
+
+def _warm_up(engine: "Engine", prompt_len: int) -> None:
+    """Runs one prompt twice: what shares and releases blocks is compiled at its first use."""
+    prompt = [0] * min(prompt_len, 2 * engine.config.block_size + 1)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    for name in ("first", "second"):
+        engine.add_request(name, prompt, params)
+        while engine.has_unfinished():
+            engine.step()
+    engine.reset_prefix_cache()
 
 
 def _run_load(engine: "Engine", arguments: argparse.Namespace, made: "RunLog") -> None:
