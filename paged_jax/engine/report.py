@@ -102,8 +102,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def summary(events: Sequence[Event]) -> dict[str, float]:
     """The figures of a run, by name; times in seconds.
 
-    Rates are over the time from the first event to the last. `mean_batch_rows` and `mean_batch_tokens`
-    are per dispatch that ran tokens.
+    Rates are over the time from the first event to the last. `mean_batch_rows` and
+    `mean_batch_tokens` are per dispatch that ran tokens.
     """
     times = latencies(events)
     ran = [event.data for event in events if event.kind == "dispatch" and event.data["num_tokens"]]
