@@ -57,12 +57,14 @@ class Dispatcher:
         for sequence in sequences:
             if sequence.request.first_scheduled_time is None:
                 sequence.request.first_scheduled_time = now
+        swapped_out = {}
         for name, index, row in plan.swapped_out:
-            self._swap_out(requests[name].sequences[index], state, row)
+            swapped_out[requests[name].sequences[index]] = self._swap_out(state, row)
         self.fault("dispatch")
         self.recorder.before(plan, state.ledger)
         if self._checker is not None:
             self._checker.follow(plan, [s.owner for s in sequences], state.ledger)
+        self.images |= swapped_out
         allocation = state.apply(plan, sequences)
         assert allocation.ok, "the ledger refused a plan"
         told = self.recorder.after(plan, allocation, state, requests)
@@ -121,13 +123,14 @@ class Dispatcher:
         if self.on_fault_point is not None:
             self.on_fault_point(point)
 
-    def _swap_out(self, sequence: Sequence, state: SchedulerState, row: int) -> None:
+    def _swap_out(self, state: SchedulerState, row: int) -> tuple[KVCache, int]:
         self.fault("swap_out")
         start = time.monotonic()
         table = state.ledger.tables[row]
-        self.images[sequence] = self._runner.swap_out(table), len(table)
+        image = self._runner.swap_out(table)
         seconds = 2 * (time.monotonic() - start) / max(1, len(table))
         state.costs.swapped_block = _mean(state.costs.swapped_block, seconds)
+        return image, len(table)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -204,6 +204,8 @@ class Engine(Loop):
             if not self._is_held(request):
                 return None
             output = self._finish(request, "abort")
+            # The end tells all that was read before it.
+            self._early = [x for x in self._early if x.finished or x.request_id != request_id]
             if not self._requests:
                 self._guarded(self._drain, [])
             return output

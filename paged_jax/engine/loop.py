@@ -115,8 +115,8 @@ class Loop:
             reason = answer.take_token(sequence, result, (step, i), self.tokenizer)
             self._counts["generation_tokens"] += 1
             if reason is not None:
-                self.state.publish(sequence)
                 answer.end(sequence, reason)
+                self.state.publish(sequence)
                 return
         self.state.publish(sequence)
 
@@ -237,6 +237,9 @@ class Loop:
         self.state.num_hit_tokens = old.num_hit_tokens
         self.dispatcher.reset()
         for request in self._requests.values():
+            for sequence in request.sequences:
+                if sequence not in self.dispatcher.images:
+                    sequence.swapped_tokens = 0  # what failed was to read its blocks
             self.state.restore(request)
 
     @contextlib.contextmanager

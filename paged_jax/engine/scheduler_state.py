@@ -92,6 +92,8 @@ class SchedulerState:
         for sequence in request.sequences:
             sequence.row = sequence.listed = None
             sequence.num_computed = sequence.num_unread = sequence.num_published = 0
+            # An image may go on with tokens that were sampled and are lost.
+            sequence.swapped_tokens = max(0, min(sequence.swapped_tokens, sequence.num_known - 1))
             self.num_swapped_blocks += ceil_div(sequence.swapped_tokens, self.ledger.block_size)
         if request.is_beam:
             request.unforked = request.sequences[1:]

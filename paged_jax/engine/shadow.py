@@ -62,9 +62,10 @@ class Shadow:
             self._rows[row] = list(before[source])
         for row, length in plan.truncated:
             del self._rows[row][length:]
+        counts = dict(plan.restored)
         for name, index, row, first in plan.swapped_in:
-            tags = self.swapped.pop((name, index))
-            self._rows[row] += tags[first * self._block_size :]
+            tags, start = self.swapped.pop((name, index)), first * self._block_size
+            self._rows[row] += tags[start : start + counts[row]]
         for segment, owner in zip(plan.segments, owners, strict=True):
             tags = self._rows[segment.row]
             positions = np.arange(len(tags), len(tags) + segment.num_tokens)
