@@ -29,7 +29,7 @@ def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
 @pytest.mark.parametrize("lengths", [(13, 9, 9), (5, 5, 5, 5, 5)])
 def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, lengths):
     """Rows padded to a bucket, all 10 blocks live, the lowest and the highest included."""
-    engine = make_engine(toy, num_blocks=10)
+    engine = make_engine(toy, num_blocks=10, enable_prefix_caching=False)
     watch = PoolWatch(engine)
     requests = [(str(i), prompt_of(rng, length), greedy(4)) for i, length in enumerate(lengths)]
     run = run_all(engine, requests)
@@ -118,18 +118,33 @@ def test_a_preempted_request_that_filled_the_pool_ends_with_length(small, alone,
 
 
 def test_preempted_requests_are_computed_again_and_lose_nothing(small, alone, rng):
+    """Counters never go back, and count each token once (C16)."""
     engine, before = small, small.stats()
     prompts = [prompt_of(rng, 8) for _ in range(3)]
     requests = [(str(i), prompt, greedy(12)) for i, prompt in enumerate(prompts)]
-    run = run_all(engine, requests, after_step=assert_tables_tight)
+    counters = [key for key in before if key.startswith(("prompt_", "generation_", "prefix_"))]
+    seen = [before]
+
+    def look(engine):
+        assert_tables_tight(engine)
+        stats = engine.stats()
+        for key in (*counters, "num_preemptions"):
+            assert stats[key] >= seen[-1][key], key
+        assert stats["prefix_hits_tokens"] <= stats["prefix_queries_tokens"]
+        assert stats["num_free"] + stats["num_cached"] + stats["num_used"] == stats["num_blocks"]
+        seen.append(stats)
+
+    run = run_all(engine, requests, after_step=look)
     for name, prompt, params in requests:
         assert run.tokens(name) == alone(prompt, params)
         assert len(run.tokens(name)) == 12
+        assert 0 <= run.finished[name].num_cached_tokens <= 7
     # The first to arrive is never the victim.
     assert run.finished["0"].metrics.num_preemptions == 0
     after = engine.stats()
     assert after["num_preemptions"] > before["num_preemptions"]
     assert after["prompt_tokens"] - before["prompt_tokens"] == 24
+    assert after["prefix_queries_tokens"] - before["prefix_queries_tokens"] == 24
     assert after["generation_tokens"] - before["generation_tokens"] == 36
     assert_idle(engine)
 
@@ -205,48 +220,6 @@ def test_a_seed_belongs_to_its_request(toy, rng):
     assert run_all(engine, [("a", prompt, high)]).tokens("a") != first.tokens("a")
 
 
-def test_an_aborted_request_gives_its_blocks_back(toy, alone, rng):
-    engine = make_engine(toy)
-    prompts = {name: prompt_of(rng, 9) for name in ("stays", "running", "waiting")}
-    for name in ("stays", "running"):
-        engine.add_request(name, prompts[name], greedy(10))
-    engine.step()
-    engine.add_request("waiting", prompts["waiting"], greedy(10))
-    for name in ("running", "waiting"):
-        output = engine.abort(name)
-        assert output is not None
-        assert output.outputs[0].finish_reason == "abort"
-        assert engine.abort(name) is None
-    assert engine.abort("unknown") is None
-    tokens = []
-    while engine.has_unfinished():
-        tokens = [output.outputs[0].token_ids for output in engine.step()]
-    assert tokens[-1] == alone(prompts["stays"], greedy(10))
-    assert_idle(engine)
-    engine.add_request("running", prompts["running"], greedy(2))  # an id is free after the end
-    engine.abort("running")
-    assert_idle(engine)
-
-
-def test_a_failure_while_aborting_leaves_an_empty_engine(toy, alone, rng, monkeypatch):
-    engine = make_engine(toy)
-    prompt = prompt_of(rng, 3)
-    engine.add_request("a", prompt, greedy(8))
-    engine.step()
-
-    def interrupted(plan, requests):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.abort("a")
-    assert_idle(engine)
-    run = run_all(engine, [("b", prompt, greedy(8))])
-    assert run.tokens("b") == alone(prompt, greedy(8))
-    assert_idle(engine)
-
-
 def test_extreme_but_legal_fields_hurt_nobody(toy, alone, rng):
     engine = make_engine(toy)
     prompts = [prompt_of(rng, 4) for _ in range(3)]
@@ -259,30 +232,6 @@ def test_extreme_but_legal_fields_hurt_nobody(toy, alone, rng):
     assert run.tokens("cold") == alone(prompts[1], greedy(4))
     assert run.tokens("plain") == alone(prompts[2], greedy(4))
     assert run.tokens("hot") == alone(prompts[0], hot)
-
-
-def test_an_abort_inside_a_step_takes_effect_at_its_end(toy, alone, rng, monkeypatch):
-    """As from a signal handler, or a stream that the garbage collector closes."""
-    engine = make_engine(toy)
-    prompts = {name: prompt_of(rng, 5) for name in ("goes", "stays")}
-    for name, prompt in prompts.items():
-        engine.add_request(name, prompt, greedy(6))
-    run = engine.runner.run
-
-    def aborting(plan, requests):
-        assert engine.abort("goes") is None
-        return run(plan, requests)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", aborting)
-        outputs = engine.step()
-    ends = [out for out in outputs if out.finished]
-    assert [(out.request_id, out.outputs[0].finish_reason) for out in ends] == [("goes", "abort")]
-    tokens = []
-    while engine.has_unfinished():
-        tokens = [out.outputs[0].token_ids for out in engine.step()]
-    assert tokens == [alone(prompts["stays"], greedy(6))]
-    assert_idle(engine)
 
 
 def test_what_a_caller_does_to_an_output_changes_nothing(toy, alone, rng):
