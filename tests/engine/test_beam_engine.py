@@ -74,7 +74,9 @@ def watch_copies(engine, monkeypatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row", ROWS, ids=[f"width {r.params.beam_width}, row {i}" for i, r in enumerate(ROWS)]
+)
 def test_beams_share_blocks_and_equal_transformers(roomy, row, monkeypatch):
     engine, width = roomy, row.params.beam_width
     engine.eos_token_ids = frozenset({row.eos_token_id})
@@ -99,7 +101,9 @@ def test_beams_share_blocks_and_equal_transformers(roomy, row, monkeypatch):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 16, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "block_size", [1, 16, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+)
 def test_beams_beside_others_equal_transformers(llama, llama_alone, rng, block_size):
     engine = make_engine(llama, block_size=block_size, num_blocks=256 // block_size)
     others = {
@@ -127,8 +131,13 @@ def test_beams_beside_others_equal_transformers(llama, llama_alone, rng, block_s
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"preemption_mode": "swap"}, PLAIN, {"overlap": False, "block_size": 2}],
-    ids=str,
+    [
+        {},
+        pytest.param({"preemption_mode": "swap"}, marks=pytest.mark.exhaustive),
+        pytest.param(PLAIN, marks=pytest.mark.exhaustive),
+        pytest.param({"overlap": False, "block_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["usual", "swap", "plain", "blocks of 2"],
 )
 def test_beams_are_preempted_whole_and_lose_nothing(llama, llama_alone, rng, options):
     """An earlier request grows until the beams have to go, and they start again from their first.
