@@ -147,7 +147,7 @@ def test_a_row_goes_on_from_its_image(toy, alone, rng, monkeypatch):
     player.play(prefill("b", 0, 0, 9), free_rows=(0,), swapped_out=(("a", 0, 0),))
     assert player.tables == {0: [2, 1, 3]}, "its blocks are of somebody else meanwhile"
     player.play(
-        prefill("a", 4, 7, 1), decode("b", 0, 9), restored=((4, 7),), swapped_in=(("a", 0, 4, 0),)
+        decode("b", 0, 9), prefill("a", 4, 7, 1), restored=((4, 7),), swapped_in=(("a", 0, 4, 0),)
     )
     assert player.tables == {0: [2, 1, 3], 4: [4, 5]}
     assert (player.read_by(4), player.read_by(0)) == ("a 0-7", "b 0-9")
