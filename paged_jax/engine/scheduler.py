@@ -113,12 +113,14 @@ class _Round:
         state, skipped = self.state, []
         if not (state.waiting and state.free_rows and self.budget):
             return
-        # Blocks that prefills under way will still take are not given to anybody else.
+        # Blocks that prefills under way will still take are not given to anybody else, nor is one for
+        # each row that decodes: who comes in would soon be preempted, and computed again.
+        size = self.config.block_size
         reserved = sum(
-            ceil_div(sequence.num_known, self.config.block_size)
-            - ceil_div(self._end(sequence), self.config.block_size)
-            for sequence in state.running
-            if not sequence.is_decoding
+            ceil_div(s.num_known, size) - ceil_div(self._end(s), size)
+            if s.num_computed < s.num_prefill
+            else 1
+            for s in state.running
         )
         while state.waiting and state.free_rows and self.budget and len(skipped) < MAX_SKIPPED:
             sequence = state.waiting.pop()

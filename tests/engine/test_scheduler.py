@@ -104,7 +104,7 @@ def test_first_come_is_first_served():
 
 
 def test_the_lowest_number_is_first_served_and_preempted_last():
-    simulation = Simulation(with_options(scheduling_policy="priority"))
+    simulation = Simulation(with_options(scheduling_policy="priority", num_blocks=9))
     for priority in (1, 0, -5, 0, 1, -5):
         simulation.add(15, 12, priority=priority)
     assert names_of(simulation.step()) == ["2", "5"]
@@ -160,9 +160,10 @@ def test_all_small_ones_pass_a_head_that_stays_below_the_bound():
 
 
 def test_the_latest_arrival_is_preempted_and_returns_to_the_front():
-    simulation = Simulation(CONFIG)
-    for _ in range(3):
-        simulation.add([1, 2, 3] * 5, 12)
+    # Room for three prompts and for a block more of the two that come first.
+    simulation = Simulation(with_options(num_blocks=16))
+    for prompt in long_answers(3, 12, 15):
+        simulation.add(prompt, 12)
     plan = simulation.step()
     while not plan.preempted:
         plan = simulation.step()
