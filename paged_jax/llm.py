@@ -13,6 +13,7 @@ import numpy as np
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.lifecycle import Running
 from paged_jax.engine.submission import Prompt
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer
@@ -213,6 +214,18 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets the KV that is kept for later requests; those that run go on."""
         self.engine.reset_prefix_cache()
+
+    def update_weights(self, params: Any, running: Running = "error") -> None:
+        """Computes with other parameters from now on; see `Engine.update_weights`."""
+        self.engine.update_weights(params, running)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV pool, with level 2 the weights too; see `Engine.sleep`."""
+        self.engine.sleep(level)
+
+    def wake_up(self, params: Any = None) -> None:
+        """Makes an empty pool after `sleep`; see `Engine.wake_up`."""
+        self.engine.wake_up(params)
 
     def stats(self) -> dict[str, int]:
         """Counts of blocks, requests and tokens; see `Engine.stats`."""

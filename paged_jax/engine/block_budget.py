@@ -2,6 +2,7 @@
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.scheduler_state import SchedulerState
@@ -20,6 +21,11 @@ class BlockBudget:
         """Rows that are forked by this plan."""
         self._dropped: Counter[int] = Counter()  # owners of blocks among the rows freed
         self._has_moves = bool(state.forks or state.reindexed)
+        self._num_given_up = 0  # blocks, by reindexing
+        self._moved: Counter[int] = Counter()  # owners that blocks gain by it
+        self._keepers: set[int] = set()  # rows that write into a block which all owners write into
+        if state.reindexed:
+            self._settle_reindexed()
         self._free_released()
 
     @property
@@ -45,6 +51,16 @@ class BlockBudget:
         if cache is not None:
             cache.unreference(rowless)
 
+    def keep_tables(self, sequences: Iterable[Sequence]) -> None:
+        """Takes back that rows are reindexed: they lose their blocks instead."""
+        reindexed = self.state.reindexed
+        popped = [reindexed.pop(s.row, None) for s in sequences if s.row is not None]
+        if any(source is not None for source in popped):
+            self.num_free -= self._num_given_up
+            self._moved.clear()
+            self._keepers.clear()
+            self._settle_reindexed()
+
     def cost(self, sequence: Sequence, count: int) -> int:
         """Blocks for more tokens of a running sequence, a copy of a shared block included."""
         ledger, row, start = self.state.ledger, sequence.row, sequence.num_computed
@@ -61,11 +77,33 @@ class BlockBudget:
 
     def _is_moved(self, sequence: Sequence, row: int) -> bool:
         """Whether the last block of a row may have to be copied, when rows change hands."""
-        ledger, reindexed = self.state.ledger, self.state.reindexed
-        if sequence in self.forks or row in reindexed or row in reindexed.values():
+        if sequence in self.forks:
             return True
-        block = ledger.tables[row][-1]
-        return ledger.refcounts[block] - self._dropped.get(block, 0) > 1
+        ledger = self.state.ledger
+        block = ledger.tables[self.state.reindexed.get(row, row)][-1]
+        owners = ledger.refcounts[block] - self._dropped.get(block, 0) + self._moved[block]
+        return owners > 1 and row not in self._keepers
+
+    def _settle_reindexed(self) -> None:
+        """Counts the blocks that beams give up, and who may keep the one that all write into."""
+        ledger, reindexed = self.state.ledger, self.state.reindexed
+        for row, source in reindexed.items():
+            self._moved.subtract(ledger.tables[row])
+            self._moved.update(ledger.tables[source])
+        self._num_given_up = sum(
+            ledger.refcounts[block] + gained == 0 for block, gained in self._moved.items()
+        )
+        self.num_free += self._num_given_up
+        writers: dict[int, list[int]] = {}
+        for sequence in self.state.running:
+            if sequence.request.is_beam and sequence.row is not None:
+                table = ledger.tables[reindexed.get(sequence.row, sequence.row)]
+                if table:
+                    writers.setdefault(table[-1], []).append(sequence.row)
+        # Beams of a request decode in one plan or not at all, so that every owner does write.
+        for block, rows in writers.items():
+            if ledger.refcounts[block] + self._moved[block] == len(rows):
+                self._keepers.add(min(rows))
 
     def _free_released(self) -> None:
         """Frees rows of the past, but those that are forked now or have blocks to be retained."""

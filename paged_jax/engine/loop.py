@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from paged_jax.config import EngineConfig, ResolvedConfig
+from paged_jax.core import AuditError
 from paged_jax.engine import answer, beams
 from paged_jax.engine.dispatch import Dispatcher, Issued
 from paged_jax.engine.request import Request, Sequence
@@ -168,6 +169,7 @@ class Loop:
 
     def _drop(self, sequence: Sequence) -> None:
         self.state.drop(sequence)
+        sequence.lost_blocks = ()
         self.dispatcher.images.pop(sequence, None)
 
     def _close(self, request: Request, output: RequestOutput) -> RequestOutput:
@@ -180,8 +182,10 @@ class Loop:
         return dataclasses.replace(output, metrics=metrics)
 
     def _output(self, request: Request) -> RequestOutput:
-        rows = [s.row for s in request.sequences if s.row is not None]
-        held = {block for row in rows for block in self.state.ledger.tables[row]}
+        tables = self.state.ledger.tables
+        held = set()
+        for sequence in request.sequences:
+            held.update(sequence.lost_blocks if sequence.row is None else tables[sequence.row])
         return answer.output_of(request, len(held))
 
     # Failure.
@@ -196,6 +200,8 @@ class Loop:
             self.error = error
             _logger.exception("a dispatch failed")
             self._recover(error, outputs)
+            if self._options.debug and isinstance(error, AssertionError | AuditError):
+                raise  # debug mode is there to tell
         except BaseException:
             self._start_over(outputs)
             raise

@@ -96,6 +96,8 @@ class Sequence:
     """Leading blocks that the prefix cache knows."""
     swapped_tokens: int = 0
     """Leading tokens whose KV is on the host."""
+    lost_blocks: tuple[int, ...] = ()
+    """Blocks of a row that it has just lost, until its end has been told."""
     num_bypassed: int = 0
     """How often a later arrival was admitted while this one did not fit."""
     listed: tuple[np.ndarray, np.ndarray] | None = None

@@ -98,6 +98,7 @@ class _Round:
                 if self.state.released or any(member.num_unread for member in group):
                     return
                 self.capped += group
+                self.blocks.keep_tables(group)
                 for member in group:
                     self._take_out(member)
                     self.state.drop(member)
@@ -113,8 +114,8 @@ class _Round:
         state, skipped = self.state, []
         if not (state.waiting and state.free_rows and self.budget):
             return
-        # Blocks that prefills under way will still take are not given to anybody else, nor is one for
-        # each row that decodes: who comes in would soon be preempted, and computed again.
+        # Blocks that prefills under way will still take are not given to anybody else, nor is one
+        # for each row that decodes: who comes in would soon be preempted, and computed again.
         size = self.config.block_size
         reserved = sum(
             ceil_div(s.num_known, size) - ceil_div(self._end(s), size)
@@ -147,10 +148,7 @@ class _Round:
         """What was planned, and what follows from it."""
         state, cache = self.state, self.state.cache
         for sequence in self.preempted:
-            if sequence.index == 0 or not sequence.request.is_beam:
-                state.requeue(sequence)
-            else:
-                sequence.num_computed = sequence.num_published = 0
+            state.requeue(sequence)
         self._extend_decodes()
         ends = [(s, self.planned[s][0]) for s in self._prompt_ends if s in self.planned]
         next_forks, children = start_choices(state, ends)
@@ -298,6 +296,7 @@ class _Round:
         state, size = self.state, self.config.block_size
         request = group[0].request
         request.num_preemptions += 1
+        self.blocks.keep_tables(group)
         for sequence in group:
             self._take_out(sequence)
             self.preempted.append(sequence)

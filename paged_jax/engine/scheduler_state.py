@@ -140,6 +140,7 @@ class SchedulerState:
             self.running.remove(sequence)
         self.reindexed.pop(sequence.row, None)
         self.released.add(sequence.row)
+        sequence.lost_blocks = tuple(self.ledger.tables[sequence.row])
         sequence.row = None
 
     def forget_image(self, sequence: Sequence) -> None:
@@ -150,13 +151,16 @@ class SchedulerState:
     def start(self, sequence: Sequence, row: int) -> None:
         """Gives a row to a sequence, which then runs."""
         sequence.row = row
+        sequence.lost_blocks = ()
         sequence.num_prefill = sequence.num_known
         bisect.insort(self.running, sequence, key=lambda other: other.rank)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Sends a sequence without a row back to the queue, to its place in it."""
+        """Sends a sequence that lost its row back to its place in the queue, beams as one."""
         sequence.num_computed = sequence.num_published = 0
-        self.waiting.push(sequence)
+        sequence.lost_blocks = ()
+        if sequence.index == 0 or not sequence.request.is_beam:
+            self.waiting.push(sequence)
 
     def apply(self, plan: Plan, sequences: Iterable[Sequence]) -> LedgerAllocation:
         """Follows a plan when it is issued: blocks, tokens in flight, and what is now cached.

@@ -105,7 +105,6 @@ def test_a_request_alone_in_the_pool_that_cannot_grow_ends_with_length(small, al
     assert_idle(small)
 
 
-@pytest.mark.xfail(strict=True, reason="the scheduler takes the row before the engine looks")
 def test_a_request_that_cannot_grow_tells_the_blocks_it_held(small, rng):
     run = run_all(small, [("grows", prompt_of(rng, 20), greedy(20))])
     assert run.finished["grows"].num_blocks == 6
