@@ -164,6 +164,8 @@ LOAD = [
 ]
 
 
+@pytest.mark.by_hand
+@pytest.mark.exhaustive
 def test_a_model_is_measured(bench, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"{name}.png" for name in ("timeline", "blocks")}

@@ -241,6 +241,8 @@ def test_ids_must_be_texts_as_many_as_prompts(llm, ids, message):
 # Priorities and deadlines.
 
 
+@pytest.mark.by_hand
+@pytest.mark.exhaustive
 def test_urgent_requests_go_first_with_the_policy_for_it(toy, alone):
     options = {**OPTIONS, "max_num_seqs": 1, "scheduling_policy": "priority"}
     with LLM(toy, **options) as llm:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, SamplingParams
+from tests.beam_rows import smollm2_rows
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "smollm2.json").read_text())["rows"]
 LONGEST = max(len(row["prompt_token_ids"]) + len(row["token_ids"]) for row in ROWS)
@@ -53,6 +54,18 @@ def test_greedy_tokens_and_logprobs_equal_the_reference(smollm2_path, block_size
             logprobs = [entry[token].logprob for entry, token in pairs]
             np.testing.assert_allclose(logprobs, row["logprobs"], atol=2e-3, rtol=0)
             assert completion.text == row["text"]
+    rows = smollm2_rows()[::9]
+    beams = llm.beam_search(
+        [{"prompt_token_ids": row.prompt_token_ids} for row in rows],
+        [row.params for row in rows],
+        use_tqdm=False,
+    )
+    for row, output in zip(rows, beams, strict=True):
+        power = row.params.length_penalty
+        row.check(
+            (beam.token_ids, (beam.cumulative_logprob or 0.0) / len(beam.token_ids) ** power)
+            for beam in output.outputs
+        )
 
 
 @pytest.mark.slow

@@ -256,6 +256,8 @@ def test_beams_at_the_context_length_are_returned(toy, toy_dense, rng, width, ig
     assert_idle(engine)
 
 
+@pytest.mark.by_hand
+@pytest.mark.exhaustive
 def test_beams_that_the_whole_pool_cannot_hold_end_with_length(toy, toy_dense, alone, rng):
     engine = make_engine(toy, num_blocks=12)
     prompt, behind = rng.integers(0, 258, 20).tolist(), rng.integers(0, 258, 5).tolist()
@@ -357,7 +359,8 @@ def test_special_tokens_are_in_the_text_of_beams_only_if_wanted(toy, rng):
     assert any("<" in text for text in texts[False])
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
+@pytest.mark.exhaustive
 def test_beams_of_the_real_model_equal_transformers(smollm2_path):
     checkpoint = open_checkpoint(smollm2_path)
     sizes = {**ROOMY, "block_size": 16, "num_blocks": 24, "max_num_batched_tokens": 64}

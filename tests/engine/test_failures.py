@@ -25,6 +25,7 @@ from tests.engine.workloads import (
     run_asks,
 )
 
+WITHOUT_OVERLAP = pytest.param(False, marks=[pytest.mark.exhaustive, pytest.mark.by_hand])
 POINTS = ("plan", "dispatch", "read", "swap_out", "swap_in", "copy", "device")
 
 
@@ -91,7 +92,7 @@ def run_with(engine, asks, is_due, error=RuntimeError):
     return run, faults
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, WITHOUT_OVERLAP])
 @pytest.mark.parametrize("point", POINTS)
 def test_one_failure_or_two_change_no_token(toy, alone, point, overlap):
     engine = make_engine(toy, overlap=overlap, preemption_mode="swap")
@@ -121,8 +122,9 @@ def test_requests_that_fail_again_and_again_end_with_an_error(toy, alone, point)
     run = run_asks(engine, asks, is_faulty=True)
     faults.remove(engine)
     assert faults.num_raised >= 3
-    ends = {name: output.outputs[0].finish_reason for name, output in run.ends.items()}
-    failed = [name for name, reason in ends.items() if reason == "error"]
+    # A choice may have ended well before the others failed.
+    ends = {name: {x.finish_reason for x in out.outputs} for name, out in run.ends.items()}
+    failed = [name for name, reasons in ends.items() if "error" in reasons]
     assert poison in failed
     assert 0 < len(failed) <= 8, "no more than had a row"
     for ask in asks:
@@ -156,7 +158,7 @@ def test_a_failure_at_every_step_ends_all_requests(toy, alone):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, WITHOUT_OVERLAP])
 @pytest.mark.parametrize("point", [*POINTS, "commit"])
 def test_ctrl_c_leaves_a_usable_engine(toy, alone, monkeypatch, point, overlap):
     engine = make_engine(toy, overlap=overlap, preemption_mode="swap")
@@ -355,7 +357,9 @@ class Driver:
         return reasons
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]
+)
 def test_whatever_happens_each_request_ends_once_and_rightly(toy, alone, monkeypatch, seed):
     options = {
         "overlap": seed % 2 == 0,
