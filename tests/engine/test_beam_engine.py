@@ -102,7 +102,12 @@ def test_beams_share_blocks_and_equal_transformers(roomy, row, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "block_size", [1, 16, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+    "block_size",
+    [
+        1,
+        16,
+        *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.by_hand]) for n in (2, 4)),
+    ],
 )
 def test_beams_beside_others_equal_transformers(llama, llama_alone, rng, block_size):
     engine = make_engine(llama, block_size=block_size, num_blocks=256 // block_size)
@@ -133,9 +138,13 @@ def test_beams_beside_others_equal_transformers(llama, llama_alone, rng, block_s
     "options",
     [
         {},
-        pytest.param({"preemption_mode": "swap"}, marks=pytest.mark.exhaustive),
-        pytest.param(PLAIN, marks=pytest.mark.exhaustive),
-        pytest.param({"overlap": False, "block_size": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"preemption_mode": "swap"}, marks=[pytest.mark.exhaustive, pytest.mark.by_hand]
+        ),
+        pytest.param(PLAIN, marks=[pytest.mark.exhaustive, pytest.mark.by_hand]),
+        pytest.param(
+            {"overlap": False, "block_size": 2}, marks=[pytest.mark.exhaustive, pytest.mark.by_hand]
+        ),
     ],
     ids=["usual", "swap", "plain", "blocks of 2"],
 )

@@ -45,7 +45,9 @@ def test_a_choice_has_the_tokens_that_it_has_among_more(roomy, rng):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_blocks": 12}, pytest.param(PLAIN, marks=pytest.mark.exhaustive)], ids=str
+    "options",
+    [{"num_blocks": 12}, pytest.param(PLAIN, marks=[pytest.mark.exhaustive, pytest.mark.by_hand])],
+    ids=str,
 )
 def test_choices_preempted_or_without_a_row_equal_each_alone(toy, alone, rng, options):
     """Ten choices for eight rows, and in the small pool blocks for three or four of them."""

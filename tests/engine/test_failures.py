@@ -358,7 +358,15 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 6))]
+    "seed",
+    [
+        0,
+        1,
+        *(
+            pytest.param(seed, marks=[pytest.mark.exhaustive, pytest.mark.by_hand])
+            for seed in range(2, 6)
+        ),
+    ],
 )
 def test_whatever_happens_each_request_ends_once_and_rightly(toy, alone, monkeypatch, seed):
     options = {
