@@ -33,7 +33,7 @@ OPTIONS = {
     "preemption_mode": "swap",
     "debug": True,
 }
-CUTS = (3, 7, 12)
+CUTS = (3, 7, 14)
 """Steps after which a run is saved: prompts under way, choices under way, somebody swapped out."""
 
 
