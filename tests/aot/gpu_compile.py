@@ -74,8 +74,9 @@ def faults(entry: Entry, result: Result) -> list[str]:
     name, expected = calls(entry)
     if (count := result.calls.count(name)) != expected:
         found.append(f"{count} calls of {name}, {expected} expected")
-    bounds, is_wide = BOUNDS[entry.kernel], SHAPES[entry.shape].head_dim > 128
+    is_wide = SHAPES[entry.shape].head_dim > 128
     for kernel in result.kernels:
+        bounds = BOUNDS[entry.kernel]
         shared = min(bounds.shared_bytes, GPU_TARGETS[entry.target].block_shared_bytes)
         if kernel.spill_bytes > (bounds.spill_bytes if is_wide else 0):
             found.append(f"{kernel.name} spills {kernel.spill_bytes} bytes")
