@@ -90,7 +90,9 @@ class Loop:
         result = self.dispatcher.read(issued, self.state.costs)
         plan = issued.plan
         touched: dict[Request, None] = {}
-        waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
+        waited = []
+        if self.dispatcher.recorder.sink is not None:
+            waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
         for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
             sequence.num_unread -= segment.num_sampled
             if not segment.num_sampled or sequence.finish_reason is not None:
@@ -162,10 +164,7 @@ class Loop:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 answer.end(sequence, reason)
-        output = self._output(request)
-        for sequence in request.sequences:
-            self._drop(sequence)
-        return self._close(request, output)
+        return self._close(request, self._output(request))
 
     def _drop(self, sequence: Sequence) -> None:
         self.state.drop(sequence)

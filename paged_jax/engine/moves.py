@@ -33,9 +33,9 @@ def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockSt
     if plan.free_rows:
         blocks = _free(blocks, row_mask(plan.free_rows, max_seqs))
     if plan.release_ids:
-        blocks = _release(blocks, _padded_ids(plan.release_ids))
+        blocks = _release(blocks, padded_ids(plan.release_ids))
     if plan.retain_ids:
-        blocks = _retain(blocks, _padded_ids(plan.retain_ids))
+        blocks = _retain(blocks, padded_ids(plan.retain_ids))
     if plan.shares:
         blocks = _share(blocks, *_shared(plan, max_seqs, blocks.max_blocks_per_seq))
     if plan.forks:
@@ -65,7 +65,7 @@ def row_mask(rows: Sequence[int], max_seqs: int) -> np.ndarray:
     return mask
 
 
-def _padded_ids(ids: Sequence[int]) -> np.ndarray:
+def padded_ids(ids: Sequence[int]) -> np.ndarray:
     """Zero-padded to a power of two, so that few sizes are compiled."""
     padded = np.zeros(max(8, 1 << (len(ids) - 1).bit_length()), np.int32)
     padded[: len(ids)] = ids

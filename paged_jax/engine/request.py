@@ -138,11 +138,6 @@ class Sequence:
         return len(self.tokens) + self.num_unread
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether its next token is the one that the device sampled last."""
-        return self.row is not None and self.num_computed >= self.num_prefill
-
-    @property
     def num_cacheable(self) -> int:
         """Leading tokens that are known and whose KV is written for certain.
 

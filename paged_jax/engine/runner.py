@@ -130,18 +130,16 @@ class Runner:
         Returns: Arrays on the device, for `jax.device_get`; None for a plan without tokens, which
           runs no model.
         """
-        is_large = len(plan.retain_ids) > self._num_retained(self.programs[0])
-        if plan.has_moves or is_large or not plan.segments:
+        program = self._choose(plan) if plan.segments else None
+        is_outside = program is None or len(plan.retain_ids) > self._num_retained(program)
+        if plan.has_moves or is_outside:
             self.blocks, self.rows = apply_moves(self.blocks, self.rows, plan)
             plan = dataclasses.replace(plan, free_rows=(), retain_ids=())
         for ids, image, first in images:
             assert self.kv is not None
             self.kv = write_image(self.kv, ids, image, first)
-        if not plan.segments:
+        if program is None:
             return None
-        is_single = all(segment.is_decode or segment.num_tokens == 1 for segment in plan.segments)
-        num_rows = len(plan.segments)
-        program = choose(self.programs, plan.num_tokens, num_rows, is_single=is_single)
         return self._dispatch(program, self._inputs(program, plan, sequences))
 
     def swap_out(self, ids: Listed[int]) -> KVCache:
@@ -177,6 +175,10 @@ class Runner:
             self.compiled.add(program)
             _logger.info("compiled in %.1f s", time.monotonic() - start)
         return outputs
+
+    def _choose(self, plan: Plan) -> Program:
+        is_single = all(segment.is_decode or segment.num_tokens == 1 for segment in plan.segments)
+        return choose(self.programs, plan.num_tokens, len(plan.segments), is_single=is_single)
 
     def _num_retained(self, program: Program) -> int:
         """Blocks that a step of a program can retain; more of them go through `apply_moves`."""

@@ -153,10 +153,8 @@ def _decode(
     sizes: Sizes,
 ) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
     """Up to K tokens of each row, one step after the other."""
-    num_rows, max_seqs = inputs.row_ids.shape[0], blocks.max_seqs
-    is_row = inputs.row_ids < max_seqs
-    row = jnp.where(is_row, inputs.row_ids, 0)
-    mine = jax.tree.map(lambda x: x[row], rows)
+    num_rows = inputs.row_ids.shape[0]
+    is_row, row, mine = _mine(rows, inputs)
     base = blocks.lengths[row] - inputs.query_lens
     is_wanted = is_row & inputs.is_sampled
 
@@ -190,13 +188,7 @@ def _decode(
     out["num_run"] = jnp.zeros(num_rows, jnp.int32)
     start = (jnp.int32(0), kv, token, mine.finished, out)
     _, kv, token, finished, out = jax.lax.while_loop(has_more, one_step, start)
-    target = jnp.where(is_wanted, inputs.row_ids, max_seqs)
-    rows = dataclasses.replace(
-        rows,
-        token=rows.token.at[target].set(token, mode="drop"),
-        finished=rows.finished.at[target].set(finished, mode="drop"),
-    )
-    return kv, rows, out
+    return kv, _remember(rows, inputs, is_wanted, token, finished), out
 
 
 def _run_once(
@@ -209,12 +201,9 @@ def _run_once(
 ) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
     """One step of rows that decode and rows in prefill."""
     num_rows, max_seqs = inputs.row_ids.shape[0], blocks.max_seqs
-    is_row = inputs.row_ids < max_seqs
-    row = jnp.where(is_row, inputs.row_ids, 0)
-    mine = jax.tree.map(lambda x: x[row], rows)
-    leading = jnp.where(inputs.is_given, inputs.tokens[:num_rows], mine.token)
+    is_row, _, mine = _mine(rows, inputs)
     is_decode = jnp.arange(num_rows) < inputs.num_decode
-    leading = jnp.where(is_decode, leading, inputs.tokens[:num_rows])
+    leading = jnp.where(is_decode & ~inputs.is_given, mine.token, inputs.tokens[:num_rows])
     batch = core.make_batch(
         blocks,
         tokens=inputs.tokens.at[:num_rows].set(leading),
@@ -233,14 +222,32 @@ def _run_once(
     hidden = hidden[batch.last_tokens[inputs.sources]]
     sampled, found = _sample(model, hidden, mine, last, is_wanted, inputs, sizes)
     ends = jnp.any(mine.stop_ids == sampled[:, None], axis=1)
-    target = jnp.where(is_wanted, inputs.row_ids, max_seqs)
-    rows = dataclasses.replace(
-        rows,
-        token=rows.token.at[target].set(sampled, mode="drop"),
-        finished=rows.finished.at[target].set(ends, mode="drop"),
-    )
+    rows = _remember(rows, inputs, is_wanted, sampled, ends)
     found = {name: x[None] for name, x in found.items()}
     return cache.kv, rows, found | {"num_run": jnp.where(is_frozen, 0, inputs.query_lens)}
+
+
+def _mine(rows: RowState, inputs: StepInputs) -> tuple[jax.Array, jax.Array, RowState]:
+    """bool[R], which entries are rows; i32[R], their rows, 0 in padding; the fields of those."""
+    is_row = inputs.row_ids < rows.token.shape[0]
+    row = jnp.where(is_row, inputs.row_ids, 0)
+    return is_row, row, jax.tree.map(lambda x: x[row], rows)
+
+
+def _remember(
+    rows: RowState,
+    inputs: StepInputs,
+    is_wanted: jax.Array,
+    token: jax.Array,
+    finished: jax.Array,
+) -> RowState:
+    """Keeps the last token of the rows that are wanted, and whether they ended with it."""
+    target = jnp.where(is_wanted, inputs.row_ids, rows.token.shape[0])
+    return dataclasses.replace(
+        rows,
+        token=rows.token.at[target].set(token, mode="drop"),
+        finished=rows.finished.at[target].set(finished, mode="drop"),
+    )
 
 
 def _write_tags(kv: KVCache, blocks: BlockState, batch: Batch, inputs: StepInputs) -> KVCache:

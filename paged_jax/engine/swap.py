@@ -8,37 +8,30 @@ import numpy as np
 
 from paged_jax import core
 from paged_jax.core import KVCache
+from paged_jax.engine.moves import padded_ids
 
 _swap_in = jax.jit(core.swap_in, donate_argnums=0)
 
 
 def read_image(kv: KVCache, ids: Sequence[int]) -> KVCache:
     """A host image of blocks, as numpy arrays `[L, B, R, P, C]`; waits for the device."""
-    image = core.swap_out(kv, _padded(ids))
-    return _slice(image, 0, len(ids))
+    return _slice(core.swap_out(kv, padded_ids(ids)), 0, len(ids))
 
 
 def write_image(kv: KVCache, ids: Sequence[int], image: KVCache, first: int) -> KVCache:
     """Writes blocks of an image from `first` on into blocks of the pool, which is donated."""
-    padded = _padded(ids)
-    part = _slice(image, first, first + len(ids))
-    extra = [(0, 0), (0, len(padded) - len(ids))]
-    return _swap_in(kv, padded, _map(lambda x, axis: np.pad(x, _widths(x, axis, extra)), part))
+    padded = padded_ids(ids)
 
+    def pad(x: np.ndarray, axis: int) -> np.ndarray:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, len(padded) - len(ids))
+        return np.pad(x, widths)
 
-def _padded(ids: Sequence[int]) -> np.ndarray:
-    padded = np.zeros(1 << (len(ids) - 1).bit_length() if ids else 1, np.int32)
-    padded[: len(ids)] = ids
-    return padded
+    return _swap_in(kv, padded, _map(pad, _slice(image, first, first + len(ids))))
 
 
 def _slice(image: KVCache, first: int, end: int) -> KVCache:
     return _map(lambda x, axis: x[first:end] if axis == 0 else x[:, first:end], image)
-
-
-def _widths(x: np.ndarray, axis: int, extra: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    front = [extra[1]] if axis == 0 else extra
-    return front + [(0, 0)] * (x.ndim - len(front))
 
 
 def _map(fn, image: KVCache) -> KVCache:
