@@ -22,7 +22,9 @@ def small_pool(block_size: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [16, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "block_size", [16, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.by_hand])]
+)
 def test_greedy_tokens_and_logprobs_equal_the_reference(smollm2_path, block_size):
     """One by one and all in one batch, in a pool so small that the batch preempts."""
     llm = LLM(

@@ -29,7 +29,7 @@ def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
 @pytest.mark.parametrize("lengths", [(13, 9, 9), (5, 5, 5, 5, 5)])
 def test_padding_rows_never_write_into_a_live_block(toy, alone, rng, lengths):
     """Rows padded to a bucket, all 10 blocks live, the lowest and the highest included."""
-    engine = make_engine(toy, num_blocks=10, enable_prefix_caching=False)
+    engine = make_engine(toy, num_blocks=10, enable_prefix_caching=False, decode_steps=1)
     watch = PoolWatch(engine)
     requests = [(str(i), prompt_of(rng, length), greedy(4)) for i, length in enumerate(lengths)]
     run = run_all(engine, requests)
