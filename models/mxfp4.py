@@ -1,0 +1,56 @@
+"""Weights of mixtures of experts in MXFP4, as gpt-oss stores them.
+
+A row is cut into groups of 32 values. A value is 4 bits, sign, two of exponent, one of mantissa,
+and a group has a scale, which is a power of two:
+
+    <name>_blocks u8[experts, rows, groups, 16]  two values a byte, the first in the low half
+    <name>_scales u8[experts, rows, groups]      exponent + 127
+
+Source: OCP Microscaling Formats (MX) specification 1.0, section 5.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.models.mapped import aligned_empty
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # [256, 2] by byte
+_NAN_SCALE = 255
+
+
+def find(dtypes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Names of the tensors that a checkpoint stores in this form, each with its two parts."""
+    found = {}
+    for blocks in (name for name in dtypes if name.endswith("_blocks")):
+        name = blocks.removesuffix("_blocks")
+        scales = f"{name}_scales"
+        if dtypes[blocks] == "U8" and dtypes.get(scales) == "U8":
+            found[name] = blocks, scales
+    return found
+
+
+def shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape `[experts, in, out]` of a tensor, from those of its parts.
+
+    Raises: ValueError that names the tensor if they do not fit together.
+    """
+    if len(blocks) != 4 or blocks[3] != 16 or blocks[:3] != scales:
+        raise ValueError(f"MXFP4 tensor {name} has blocks {blocks} and scales {scales}")
+    experts, rows, groups, _ = blocks
+    return experts, 32 * groups, rows
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """bfloat16 `[experts, in, out]`, exact; in memory the rows of the stored form, `[out, in]`."""
+    experts, rows, groups, _ = blocks.shape
+    values = aligned_empty((experts, rows, 32 * groups), np.dtype(jnp.bfloat16))
+    for i in range(experts):  # float32 of one expert at a time
+        exponents = scales[i].astype(np.int32) - 127
+        pairs = np.ldexp(_PAIRS[blocks[i]], exponents[..., None, None])
+        pairs[scales[i] == _NAN_SCALE] = np.nan
+        values[i] = pairs.reshape(rows, -1)
+    return values.swapaxes(1, 2)
