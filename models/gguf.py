@@ -19,7 +19,7 @@ _FLOATS = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 _MAX_TABLE_VALUES = 1 << 16
-_CHUNK_VALUES = 1 << 20  # dequantised at a time: its temporaries are several times as large
+_CHUNK_VALUES = 1 << 16  # dequantised at a time, so that temporaries stay in a cache
 
 
 def open_gguf(path: str | PathLike[str]) -> Checkpoint:

@@ -19,7 +19,8 @@ from paged_jax.models.mapped import aligned_empty
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # [256, 2] by byte
-_NAN_SCALE = 255
+_SCALES = np.ldexp(np.float32(1), np.arange(-127, 128))
+_SCALES = np.append(_SCALES, np.float32(np.nan))
 
 
 def find(dtypes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -45,12 +46,15 @@ def shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """bfloat16 `[experts, in, out]`, exact; in memory the rows of the stored form, `[out, in]`."""
+    """bfloat16 `[experts, in, out]`, exact up to its largest number and infinite beyond.
+
+    In memory it has the rows of the stored form, `[out, in]`.
+    """
     experts, rows, groups, _ = blocks.shape
     values = aligned_empty((experts, rows, 32 * groups), np.dtype(jnp.bfloat16))
-    for i in range(experts):  # float32 of one expert at a time
-        exponents = scales[i].astype(np.int32) - 127
-        pairs = np.ldexp(_PAIRS[blocks[i]], exponents[..., None, None])
-        pairs[scales[i] == _NAN_SCALE] = np.nan
-        values[i] = pairs.reshape(rows, -1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i in range(experts):  # float32 of one expert at a time
+            pairs = _PAIRS[blocks[i]]
+            pairs *= _SCALES[scales[i]][..., None, None]
+            values[i] = pairs.reshape(rows, -1)
     return values.swapaxes(1, 2)

@@ -76,16 +76,13 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         """See `Checkpoint.read`."""
-        if name in self._quantised:
-            blocks, scales = (self._tensors[part] for part in self._quantised[name])
-            return mxfp4.dequantize(blocks.view(), scales.view())
-        tensor = self._tensors[name]
-        if tensor.dtype not in _FLOATS:
-            floats = ", ".join(_FLOATS)
-            raise ValueError(
-                f"tensor {name} in {tensor.path} has dtype {tensor.dtype}, not one of {floats}"
-            )
-        return tensor.file.copy(tensor.begin, tensor.shape, _FLOATS[tensor.dtype])
+        try:
+            if name in self._quantised:
+                blocks, scales = (self._tensors[part].view() for part in self._quantised[name])
+                return mxfp4.dequantize(blocks, scales)
+            return self._tensors[name].read()
+        except ValueError as error:
+            raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Checkpoint.tokenizer`."""
@@ -99,6 +96,11 @@ class _Tensor:
     dtype: str
     shape: tuple[int, ...]
     begin: int  # in the file
+
+    def read(self) -> np.ndarray:
+        if self.dtype not in _FLOATS:
+            raise ValueError(f"its dtype is {self.dtype}, not one of {', '.join(_FLOATS)}")
+        return self.file.copy(self.begin, self.shape, _FLOATS[self.dtype])
 
     def view(self) -> np.ndarray:
         """The bytes of a U8 tensor."""

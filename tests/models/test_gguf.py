@@ -170,7 +170,7 @@ def test_any_bytes_of_a_format_read_as_the_gguf_package_has_them(path, kind, num
 
 
 def test_a_large_matrix_is_dequantised_in_parts(path):
-    values = np.random.default_rng(0).normal(size=(4100, 288)).astype(np.float32)  # 1.1 chunks
+    values = np.random.default_rng(0).normal(size=(4100, 288)).astype(np.float32)  # 18.02 parts
     stored = gguf.GGMLQuantizationType.Q8_0
     quantised = quantize(values, stored)
     name = with_matrix(path, quantised, stored)
