@@ -41,7 +41,7 @@ from paged_jax import core
 from paged_jax.core import BlockState, CacheSpec, KVCache, PagedCache
 from paged_jax.ledger import Ledger
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.spec import DecoderSpec, RopeSpec
+from paged_jax.models.spec import RopeSpec, uniform_spec
 
 PARTS = ("chain", "transitions", "growth", "copy", "step")
 GROWTH = {
@@ -51,7 +51,7 @@ GROWTH = {
 }
 WAYS = ("donated", "jit", "Ledger")
 LETTERS = {"num_blocks": "N", "max_blocks_per_seq": "M", "max_seqs": "S"}
-SMOLLM2 = DecoderSpec(
+SMOLLM2 = uniform_spec(
     vocab_size=49152,
     hidden_size=576,
     num_layers=30,

@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,10 +26,10 @@ from workload import MAX_MODEL_LEN, make_workload
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.spec import DecoderSpec, RopeSpec
+from paged_jax.models.spec import DecoderSpec, RopeSpec, uniform_spec
 
 REFERENCE = Path(__file__).resolve().parents[1] / "tests" / "data" / "smollm2.json"
-LLAMA3_8B = DecoderSpec(
+LLAMA3_8B = uniform_spec(
     vocab_size=128256,
     hidden_size=4096,
     num_layers=32,
@@ -42,8 +41,7 @@ LLAMA3_8B = DecoderSpec(
     rope=RopeSpec(theta=500000.0),
     max_position_embeddings=8192,
 )
-TINY = replace(
-    LLAMA3_8B,
+TINY = uniform_spec(
     vocab_size=258,
     hidden_size=32,
     num_layers=1,
@@ -51,6 +49,7 @@ TINY = replace(
     num_kv_heads=2,
     head_dim=16,
     mlp_size=48,
+    max_position_embeddings=8192,
 )
 NUM_ROWS = 64
 MEAN_LEN = 2048

@@ -9,7 +9,9 @@ from flax import nnx
 from paged_jax import ops
 from paged_jax.core import Batch, PagedCache
 from paged_jax.models.linear import Linear, matmul_precision
-from paged_jax.models.spec import DecoderSpec
+from paged_jax.models.norm import make_norm
+from paged_jax.models.rope import Rotation, rotate
+from paged_jax.models.spec import AttentionSpec, NormSpec
 
 
 class PagedAttention(nnx.Module):
@@ -20,7 +22,14 @@ class PagedAttention(nnx.Module):
     """
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, *, sm_scale: float | None = None
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        sm_scale: float | None = None,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -30,6 +39,8 @@ class PagedAttention(nnx.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
 
     def __call__(
         self,
@@ -40,6 +51,7 @@ class PagedAttention(nnx.Module):
         layer: int,
         batch: Batch | None = None,
         cache: PagedCache | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedCache | None]:
         """Attends.
 
@@ -50,10 +62,11 @@ class PagedAttention(nnx.Module):
           layer: Layer of the cache to write and read.
           batch: Where each token reads and writes; needed with a cache.
           cache: Blocks must be allocated for the tokens of the batch.
+          sinks: [H], see `ops.paged_decode`.
         Returns: (outputs in the shape of q, cache with the new keys and values).
         """
         if cache is None:
-            return self._dense(q, k, v), None
+            return self._dense(q, k, v, sinks), None
         if batch is None:
             raise ValueError("batch must be given with a cache; build it with make_batch")
         kv = ops.write_kv(cache.kv, layer, k, v, batch.slots)
@@ -66,8 +79,11 @@ class PagedAttention(nnx.Module):
             layer,
             tables[:leading],
             batch.context_lens[:leading],
-            sm_scale=self.sm_scale,
             num_rows=batch.num_decode,
+            sm_scale=self.sm_scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=sinks,
         )
         if batch.is_decode_only:
             return decoded, dataclasses.replace(cache, kv=kv)
@@ -78,56 +94,104 @@ class PagedAttention(nnx.Module):
             tables,
             batch.context_lens,
             batch.query_starts,
-            sm_scale=self.sm_scale,
             first_row=batch.num_decode,
             num_rows=batch.num_rows,
+            sm_scale=self.sm_scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=sinks,
         )
         # Each of the two is zero where the other computed.
         out = out.at[:leading].add(decoded)
         return out, dataclasses.replace(cache, kv=kv)
 
-    def _dense(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def _dense(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
+    ) -> jax.Array:
         size, length = q.shape[:2]
         precision = matmul_precision(q.dtype)
         grouped = q.reshape(size, length, self.num_kv_heads, -1, self.head_dim)
         logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision)
         logits = logits.astype(jnp.float32) * jnp.float32(self.sm_scale)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         position = jnp.arange(length)
-        seen = position[:, None] >= position[None, :]
-        weights = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -jnp.inf), axis=-1)
+        query, key = position[:, None], position[None, :]
+        seen = query >= key
+        if self.sliding_window is not None:
+            seen &= key > query - self.sliding_window
+        logits = jnp.where(seen[None, None, None], logits, -jnp.inf)
+        if sinks is not None:
+            # One more key, whose value is zero.
+            sink = sinks.astype(jnp.float32).reshape(1, self.num_kv_heads, -1, 1, 1)
+            sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
+            logits = jnp.concatenate([logits, sink], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., :length]
         out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v, precision=precision)
         return out.reshape(q.shape)
 
 
 class SelfAttention(nnx.Module):
-    """Projections around `PagedAttention`: q, k, v fused, rotary positions, output."""
+    """Projections around `PagedAttention`: q, k, v fused, norms, rotary positions, output."""
 
-    def __init__(self, spec: DecoderSpec, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        norm: NormSpec,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.spec = spec
-        out_features = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        make = {"dtype": dtype, "rngs": rngs}
         self.qkv = Linear(
-            spec.hidden_size, out_features, has_bias=spec.has_qkv_bias, dtype=dtype, rngs=rngs
+            hidden_size, (heads + 2 * kv_heads) * dim, has_bias=spec.has_qkv_bias, **make
         )
-        self.out = Linear(
-            spec.num_heads * spec.head_dim,
-            spec.hidden_size,
-            has_bias=spec.has_out_bias,
-            dtype=dtype,
-            rngs=rngs,
+        self.out = Linear(heads * dim, hidden_size, has_bias=spec.has_out_bias, **make)
+
+        def norm_of(count: int):
+            width = {"none": 0, "head": dim, "all": count * dim}[spec.qk_norm]
+            return make_norm(norm, width, dtype=dtype) if width else None
+
+        self.q_norm, self.k_norm = norm_of(heads), norm_of(kv_heads)
+        self.sinks = nnx.Param(jnp.zeros(heads, dtype)) if spec.has_sinks else None
+        self.attend = PagedAttention(
+            heads,
+            kv_heads,
+            dim,
+            sm_scale=spec.sm_scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
         )
-        self.attend = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def __call__(
         self,
         x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: Rotation | None,
         layer: int,
         batch: Batch | None,
         cache: PagedCache | None,
     ) -> tuple[jax.Array, PagedCache | None]:
         spec = self.spec
-        heads = self.qkv(x).reshape(*x.shape[:-1], -1, spec.head_dim)
-        q, k, v = jnp.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=-2)
-        q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
-        out, cache = self.attend(q, k, v, layer=layer, batch=batch, cache=cache)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q, k, v = jnp.split(self.qkv(x), [q_size, q_size + kv_size], axis=-1)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        v = self._in_heads(v)
+        if rotation is not None and spec.rope is not None:
+            q, k = rotate(q, rotation, spec.rope), rotate(k, rotation, spec.rope)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out, cache = self.attend(q, k, v, layer=layer, batch=batch, cache=cache, sinks=sinks)
         return self.out(out.reshape(*x.shape[:-1], -1)), cache
+
+    def _normed(self, x: jax.Array, norm: nnx.Module | None) -> jax.Array:
+        """[..., heads * D] to heads [..., heads, D], normalised over what the norm spans."""
+        if norm is None:
+            return self._in_heads(x)
+        if self.spec.qk_norm == "all":
+            return self._in_heads(norm(x))
+        return norm(self._in_heads(x))
+
+    def _in_heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, self.spec.head_dim)

@@ -7,18 +7,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax import ops
 from paged_jax.core import Batch, CacheSpec, PagedCache
 from paged_jax.models.attention import SelfAttention
 from paged_jax.models.linear import Linear, product
-from paged_jax.models.mlp import GatedMLP
-from paged_jax.models.norm import RMSNorm
-from paged_jax.models.rope import inverse_frequencies
-from paged_jax.models.spec import DecoderSpec
+from paged_jax.models.mla import LatentAttention
+from paged_jax.models.mlp import MLP
+from paged_jax.models.moe import MoE
+from paged_jax.models.norm import make_norm
+from paged_jax.models.rope import Rotation, rotation
+from paged_jax.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    RopeSpec,
+)
 
 
 class Embedding(nnx.Module):
-    """Token vectors, weight [V, E]; also the output head of tied models."""
+    """Vectors by index, weight [V, E]; of tokens, where it may be the output head, or positions."""
 
     def __init__(self, size: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         weight = 0.02 * jax.random.normal(rngs.params(), (size, width), jnp.float32)
@@ -29,25 +37,45 @@ class Embedding(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Norm, attention, norm, MLP, each pair with a residual."""
+    """Attention, then MLP, each with its norms and a residual."""
 
-    def __init__(self, spec: DecoderSpec, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype)
-        self.attention = SelfAttention(spec, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(spec, dtype=dtype, rngs=rngs)
+    def __init__(
+        self, spec: DecoderSpec, layer: LayerSpec, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        size, make = spec.hidden_size, {"dtype": dtype, "rngs": rngs}
+
+        def norm(is_there: bool):
+            return make_norm(spec.norm, size, dtype=dtype) if is_there else None
+
+        self.attention_norm = norm(layer.has_pre_norms)
+        self.attention_post_norm = norm(layer.has_post_norms)
+        self.mlp_norm = norm(layer.has_pre_norms)
+        self.mlp_post_norm = norm(layer.has_post_norms)
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, LatentAttentionSpec):
+            self.attention = LatentAttention(attention, size, spec.norm, **make)
+        else:
+            self.attention = SelfAttention(attention, size, spec.norm, **make)
+        is_dense = isinstance(mlp, MLPSpec)
+        self.mlp = MLP(mlp, size, **make) if is_dense else MoE(mlp, size, **make)
+        self.residual_scale = spec.residual_scale
 
     def __call__(
         self,
         x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: Rotation | None,
         layer: int,
         batch: Batch | None,
         cache: PagedCache | None,
     ) -> tuple[jax.Array, PagedCache | None]:
-        out, cache = self.attention(self.attention_norm(x), rotation, layer, batch, cache)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), cache
+        normed = _apply(self.attention_norm, x)
+        out, cache = self.attention(normed, rotation, layer, batch, cache)
+        x = x + self._scaled(_apply(self.attention_post_norm, out))
+        out = self.mlp(_apply(self.mlp_norm, x))
+        return x + self._scaled(_apply(self.mlp_post_norm, out)), cache
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class Decoder(nnx.Module):
@@ -60,18 +88,18 @@ class Decoder(nnx.Module):
     def __init__(self, spec: DecoderSpec, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         self.spec = spec
         dtype = jnp.dtype(dtype)
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, rngs=rngs)
+        make = {"dtype": dtype, "rngs": rngs}
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size, **make)
+        self.positions = (
+            Embedding(spec.max_position_embeddings, spec.hidden_size, **make)
+            if spec.has_learned_positions
+            else None
+        )
         # Unrolled: a scan over layers is three times slower on CPU at batch 1, and would pass
         # the KV pool through its carry.
-        self.blocks = nnx.List(
-            [DecoderBlock(spec, dtype=dtype, rngs=rngs) for _ in range(spec.num_layers)]
-        )
-        self.norm = RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype)
-        self.head = (
-            None
-            if spec.is_tied
-            else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype, rngs=rngs)
-        )
+        self.blocks = nnx.List([DecoderBlock(spec, layer, **make) for layer in spec.layers])
+        self.norm = make_norm(spec.norm, spec.hidden_size, dtype=dtype)
+        self.head = None if spec.is_tied else Linear(spec.hidden_size, spec.vocab_size, **make)
 
     @overload
     def __call__(self, inputs: jax.Array, cache: None = None) -> jax.Array: ...
@@ -103,22 +131,67 @@ class Decoder(nnx.Module):
         batch: Batch | None,
         cache: PagedCache | None,
     ) -> tuple[jax.Array, PagedCache | None]:
+        spec = self.spec
         x = self.embed(tokens)
-        inv_freq = jnp.asarray(inverse_frequencies(self.spec.rope, self.spec.head_dim))
-        rotation = ops.rope_tables(positions, inv_freq)
+        if spec.embed_scale != 1.0:
+            # Rounded to the model's dtype first, as in the training of those that have it.
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        if self.positions is not None:
+            vectors = self.positions(positions)
+            x = x + vectors.reshape((1,) * (x.ndim - vectors.ndim) + vectors.shape)
+        length = spec.context_length or spec.max_position_embeddings
+        if batch is None:
+            length = tokens.shape[1]
+        # One table per kind of layer.
+        rotations: dict[RopeSpec | None, Rotation] = {}
         for layer, block in enumerate(self.blocks):
-            x, cache = block(x, rotation, layer, batch, cache)
+            attention = spec.layers[layer].attention
+            rope = attention.rope
+            if rope is not None and rope not in rotations:
+                is_plain = isinstance(attention, AttentionSpec)
+                width = attention.head_dim if is_plain else attention.rope_dim
+                rotations[rope] = rotation(rope, width, positions, length)
+            x, cache = block(x, rotations.get(rope), layer, batch, cache)
         return self.norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., E] to float32 logits [..., V]."""
         head = self.embed if self.head is None else self.head
-        return product(hidden, head.weight[...], out_dtype=jnp.dtype("float32"))
+        logits = product(hidden, head.weight[...], out_dtype=jnp.dtype("float32"))
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if self.spec.logit_cap is not None:
+            logits = self.spec.logit_cap * jnp.tanh(logits / self.spec.logit_cap)
+        return logits
 
     def cache_spec(self) -> CacheSpec:
         """Shape of what the model keeps per token."""
-        return CacheSpec(
-            num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
-        )
+        return cache_spec(self.spec)
+
+
+def cache_spec(spec: DecoderSpec) -> CacheSpec:
+    """What a model keeps per token.
+
+    Raises: ValueError for layers that keep different heads, which one pool cannot hold.
+    """
+    kept = {_kept(layer.attention) for layer in spec.layers}
+    if len(kept) > 1:
+        raise ValueError(f"layers must keep the same heads per token, not {sorted(kept)}")
+    num_kv_heads, head_dim, latent_dim = kept.pop()
+    return CacheSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        latent_dim=latent_dim,
+    )
+
+
+def _kept(attention: AttentionSpec | LatentAttentionSpec) -> tuple[int, int, int]:
+    """KV heads, features of one, and the latent ones among them."""
+    if isinstance(attention, AttentionSpec):
+        return attention.num_kv_heads, attention.head_dim, 0
+    return 1, attention.kv_rank + attention.rope_dim, attention.kv_rank
+
+
+def _apply(norm: nnx.Module | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

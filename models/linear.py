@@ -28,10 +28,10 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(weight.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if has_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(x, self.weight[...])
+    def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        y = product(x, self.weight[...], out_dtype=out_dtype)
         if self.bias is not None:
-            y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+            y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,)).astype(y.dtype)
         return y
 
 

@@ -1,5 +1,6 @@
 """From a checkpoint to a model on the device."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from paged_jax.models.architecture import Names
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.registry import architecture, read_spec
+from paged_jax.models.spec import DecoderSpec
+from paged_jax.models.weights import Source, sources
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,39 +35,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ValueError(f"model {path} does not exist")
 
 
-def load_model(checkpoint: Checkpoint, dtype: str = "auto") -> Decoder:
+def load_model(
+    checkpoint: Checkpoint, dtype: str = "auto", *, max_model_len: int | None = None
+) -> Decoder:
     """Builds the model that a checkpoint describes and fills in its weights.
 
     Args:
       checkpoint: Where config and tensors come from.
       dtype: "auto" takes the config's dtype; on CPU float32, which is the fastest there.
+      max_model_len: Longest sequence that will be served; None: the model's. Rotary frequencies
+        for long contexts are chosen by it.
     Raises: ValueError for an unknown architecture, dtype, or a missing, surplus or misshapen
       tensor, which it names.
     """
-    arch = architecture(checkpoint.config)
-    spec = read_spec(checkpoint.config)
+    names = architecture(checkpoint.config).names
+    spec = dataclasses.replace(read_spec(checkpoint.config), context_length=max_model_len)
     wanted = resolve_dtype(dtype, checkpoint.config)
-    shapes = checkpoint.shapes()
-    names = arch.weight_names(spec)
-
-    used = {tensor for parts in names.values() for tensor in parts}
-    missing = sorted(used - shapes.keys())
-    if missing:
-        raise ValueError(f"the checkpoint lacks tensor {missing[0]} ({len(missing)} missing)")
-    surplus = sorted(n for n in shapes.keys() - used if not arch.is_ignored(n, spec))
-    if surplus:
-        raise ValueError(
-            f"the checkpoint has tensor {surplus[0]}, which the model does not use "
-            f"({len(surplus)} surplus)"
-        )
+    by_parameter = sources(spec, names)
+    stored = _stored_names(checkpoint, spec, names)
+    _check_tensors(checkpoint.shapes(), stored, by_parameter)
 
     abstract = nnx.eval_shape(lambda: Decoder(spec, dtype=wanted, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    flat = nnx.to_flat_state(state)
     filled = []
-    for path, variable in flat:
-        parts = names[".".join(map(str, path))]
-        filled.append((path, variable.replace(_stack(checkpoint, shapes, parts, variable))))
+    for path, variable in nnx.to_flat_state(state):
+        source = by_parameter[".".join(map(str, path))]
+        arrays = [np.asarray(checkpoint.read(stored[name])) for name, _ in source.tensors]
+        joined = source.join(arrays).astype(variable.dtype)
+        filled.append((path, variable.replace(jnp.asarray(joined))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
@@ -77,21 +76,35 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> jnp.dtype:
     return jnp.dtype(dtype)
 
 
-def _stack(
-    checkpoint: Checkpoint,
-    shapes: dict[str, tuple[int, ...]],
-    parts: tuple[str, ...],
-    variable: Any,
-) -> jax.Array:
-    """Reads the tensors of one parameter and stacks their rows."""
-    expected = variable.shape
-    rows = sum(shapes[part][0] for part in parts)
-    for part in parts:
-        if shapes[part][1:] != expected[1:] or rows != expected[0]:
-            raise ValueError(
-                f"tensor {part} has shape {shapes[part]}; "
-                f"{' + '.join(parts)} must stack to {tuple(expected)}"
-            )
-    arrays = [np.asarray(checkpoint.read(part)) for part in parts]
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return jnp.asarray(joined.astype(variable.dtype))
+def _stored_names(checkpoint: Checkpoint, spec: DecoderSpec, names: Names) -> dict[str, str]:
+    """Name in the checkpoint by Hugging Face's full name, without what the model does not need."""
+    extra = checkpoint.config.get("num_nextn_predict_layers")
+    extra = extra if isinstance(extra, int) else 0
+    # Layers that guess further tokens come after those of the model.
+    skipped = tuple(names.layer.format(spec.num_layers + i) + "." for i in range(extra))
+    stored = {}
+    for own in checkpoint.shapes():
+        name = own
+        if names.optional_prefix and not own.startswith((names.optional_prefix, names.head)):
+            name = names.optional_prefix + own
+        is_second_head = spec.is_tied and name == f"{names.head}.weight"
+        if not is_second_head and not name.endswith(names.ignored) and not name.startswith(skipped):
+            stored[name] = own
+    return stored
+
+
+def _check_tensors(
+    shapes: dict[str, tuple[int, ...]], stored: dict[str, str], by_parameter: dict[str, Source]
+) -> None:
+    """Every tensor is there with its shape, and no other."""
+    wanted = dict(tensor for source in by_parameter.values() for tensor in source.tensors)
+    if missing := sorted(wanted.keys() - stored.keys()):
+        raise ValueError(f"the checkpoint lacks tensor {missing[0]} ({len(missing)} missing)")
+    if surplus := sorted(stored.keys() - wanted.keys()):
+        raise ValueError(
+            f"the checkpoint has tensor {surplus[0]}, which the model does not use "
+            f"({len(surplus)} surplus)"
+        )
+    for name, shape in wanted.items():
+        if shapes[stored[name]] != shape:
+            raise ValueError(f"tensor {name} has shape {shapes[stored[name]]}, not {shape}")

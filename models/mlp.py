@@ -1,24 +1,38 @@
 """Feed-forward layers."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax.models.linear import Linear
-from paged_jax.models.spec import DecoderSpec
+from paged_jax.models.spec import MLPSpec
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
 
 
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), gate and up fused into one product.
+class MLP(nnx.Module):
+    """down(act(gate(x)) * up(x)), gate and up in one product; without a gate down(act(up(x))).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
     """
 
-    def __init__(self, spec: DecoderSpec, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        sizes = {"has_bias": spec.has_mlp_bias, "dtype": dtype, "rngs": rngs}
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.mlp_size, **sizes)
-        self.down = Linear(spec.mlp_size, spec.hidden_size, **sizes)
+    def __init__(
+        self, spec: MLPSpec, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        sizes = {"has_bias": spec.has_bias, "dtype": dtype, "rngs": rngs}
+        self.spec = spec
+        self.gate_up = Linear(hidden_size, (1 + spec.is_gated) * spec.size, **sizes)
+        self.down = Linear(spec.size, hidden_size, **sizes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        activation = ACTIVATIONS[self.spec.activation]
+        if not self.spec.is_gated:
+            return self.down(activation(self.gate_up(x)))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(activation(gate) * up)

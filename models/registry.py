@@ -1,25 +1,31 @@
 """Architectures by Hugging Face's class name, resolved when they are used."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+from paged_jax.models.architecture import Architecture
 from paged_jax.models.spec import DecoderSpec
 
-# Module of each architecture. Resolved at call time: importing a model file first would otherwise
-# be circular.
-_MODULES = {
-    "LlamaForCausalLM": "paged_jax.models.llama",
-    "MistralForCausalLM": "paged_jax.models.llama",
+# Module and name in it. Resolved at call time: nobody pays for the architectures of others.
+ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": "deepseek:DEEPSEEK_V3",
+    "GPT2LMHeadModel": "gpt2:GPT2",
+    "Gemma2ForCausalLM": "gemma:GEMMA2",
+    "Gemma3ForCausalLM": "gemma:GEMMA3",
+    "GemmaForCausalLM": "gemma:GEMMA",
+    "GptOssForCausalLM": "gpt_oss:GPT_OSS",
+    "GraniteForCausalLM": "granite:GRANITE",
+    "LlamaForCausalLM": "llama:LLAMA",
+    "MistralForCausalLM": "llama:MISTRAL",
+    "MixtralForCausalLM": "mixtral:MIXTRAL",
+    "Olmo2ForCausalLM": "olmo2:OLMO2",
+    "Phi3ForCausalLM": "phi3:PHI3",
+    "Qwen2ForCausalLM": "qwen:QWEN2",
+    "Qwen3ForCausalLM": "qwen:QWEN3",
+    "Qwen3MoeForCausalLM": "qwen:QWEN3_MOE",
+    "SmolLM3ForCausalLM": "smollm3:SMOLLM3",
 }
-
-
-class Architecture(NamedTuple):
-    """What an architecture file provides."""
-
-    decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]
-    weight_names: Callable[[DecoderSpec], dict[str, tuple[str, ...]]]
-    is_ignored: Callable[[str, DecoderSpec], bool]
 
 
 def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -27,7 +33,7 @@ def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
     found = architecture(config)
     try:
         return found.decoder_spec(config)
-    except (TypeError, AttributeError, KeyError) as error:
+    except (TypeError, AttributeError, KeyError, OverflowError, ZeroDivisionError) as error:
         raise ValueError(f"the model's config is malformed: {error}") from error
 
 
@@ -40,10 +46,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(names, list):
         raise ValueError(f"config architectures ({names!r}) must be a list")
     for name in names:
-        if name in _MODULES:
-            module = importlib.import_module(_MODULES[name])
-            return Architecture(module.decoder_spec, module.weight_names, module.is_ignored)
+        if isinstance(name, str) and name in ARCHITECTURES:
+            module, attribute = ARCHITECTURES[name].split(":")
+            return getattr(importlib.import_module(f"paged_jax.models.{module}"), attribute)
     raise ValueError(
         f"architecture {', '.join(map(str, names)) or '(none named)'} is not supported; "
-        f"supported: {', '.join(sorted(_MODULES))}"
+        f"supported: {', '.join(sorted(ARCHITECTURES))}"
     )

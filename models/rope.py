@@ -1,50 +1,126 @@
-"""Rotary frequencies: from a checkpoint's config to one angle per position and pair."""
+"""Rotary frequencies: from a checkpoint's config to an angle per position and pair."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from paged_jax import ops
 from paged_jax.models.spec import RopeSpec
 
-KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope", "mrope": "default"}
+
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines [T, D / 2] of `ops.rope_tables`."""
 
 
-def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
+def rope_spec(
+    config: Mapping[str, Any], *, layer_type: str | None = None, is_interleaved: bool = False
+) -> RopeSpec:
     """Reads `rope_parameters`, or the older `rope_scaling` and `rope_theta`.
 
-    Raises: ValueError for an unknown rope type; the message lists what is supported.
+    Args:
+      config: Hugging Face's `config.json`.
+      layer_type: Whose parameters are read where they differ by type of layer.
+      is_interleaved: See `RopeSpec`.
+    Raises: ValueError for an unknown rope type or a missing parameter; the message lists what is
+      supported or names the key.
     """
-    found = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    found |= _object(config, "rope_scaling") | _object(config, "rope_parameters")
+    if layer_type in found:
+        found = _object(found, layer_type)
     kind = found.get("rope_type") or found.get("type") or "default"
+    kind = _OLD_NAMES.get(kind, kind)
     if kind not in KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
+    max_position = int(config.get("max_position_embeddings") or 2048)
+    original = (
+        found.get("original_max_position_embeddings")
+        or config.get("original_max_position_embeddings")
+        or (8192 if kind == "llama3" else max_position)
+    )
+    if kind == "dynamic":
+        original = max_position  # it grows from there, whatever else a config says
+    factor = found.get("factor")
+    if factor is None:
+        if kind in ("linear", "dynamic", "llama3"):
+            raise ValueError(f"rope type {kind!r} needs rope_parameters.factor")
+        factor = max_position / original if kind in ("yarn", "longrope") else 1.0
+    fraction = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return RopeSpec(
-        theta=float(theta),
+        theta=float(found.get("rope_theta") or 10000.0),
         kind=kind,
-        factor=float(found.get("factor", 1.0)),
+        factor=float(factor),
+        fraction=1.0 if fraction is None else float(fraction),
+        original_max_position=int(original),
         low_freq_factor=float(found.get("low_freq_factor", 1.0)),
         high_freq_factor=float(found.get("high_freq_factor", 4.0)),
-        original_max_position=int(found.get("original_max_position_embeddings", 8192)),
-        freq_divisors=tuple(config.get("rope_freq_factors") or ()),
+        beta_fast=float(found.get("beta_fast") or 32.0),
+        beta_slow=float(found.get("beta_slow") or 1.0),
+        is_truncated=bool(found.get("truncate", True)),
+        attention_factor=_attention_factor(kind, float(factor), int(original), found),
+        freq_divisors=_divisors(found, "short_factor") or _divisors(config, "rope_freq_factors"),
+        long_divisors=_divisors(found, "long_factor"),
+        is_interleaved=is_interleaved,
     )
 
 
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
-    """float32 [D / 2], the angle per position of each pair of features.
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """How much sharper attention becomes when a context is stretched (Peng et al. 2023, 3.4)."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
-    Source: Su et al. 2021 for the base form; the `llama3` bands as described for Llama 3.1.
+
+def rotation(spec: RopeSpec, head_dim: int, positions: jax.Array, context_length: int) -> Rotation:
+    """Cosines and sines for `ops.rope`, once per step and kind of layer.
+
+    Args:
+      spec: Of the layer.
+      head_dim: D; only its part `spec.fraction` is rotated.
+      positions: i32[T].
+      context_length: Longest sequence; beyond `original_max_position` LongRoPE's frequencies for
+        long contexts are taken, for all tokens, since keys that are cached cannot change.
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    inv_freq = 1.0 / spec.theta**exponent
+    frequencies = jnp.asarray(inverse_frequencies(spec, head_dim, context_length))
+    if spec.kind == "dynamic":
+        cos, sin = ops.rope_tables(positions, _dynamic(spec, frequencies, positions))
+    else:
+        cos, sin = ops.rope_tables(positions, frequencies)
+    return cos * spec.attention_factor, sin * spec.attention_factor
+
+
+def rotate(x: jax.Array, tables: Rotation, spec: RopeSpec) -> jax.Array:
+    """Rotates heads [..., T, H, D]; what lies past the rotated part of a head passes."""
+    width = 2 * tables[0].shape[-1]
+    turned, passed = x[..., :width], x[..., width:]
+    if spec.is_interleaved:
+        pairs = turned.reshape(*turned.shape[:-1], -1, 2)
+        turned = jnp.swapaxes(pairs, -1, -2).reshape(turned.shape)
+    turned = ops.rope(turned, *tables)
+    return turned if not passed.shape[-1] else jnp.concatenate([turned, passed], axis=-1)
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int, context_length: int = 0) -> np.ndarray:
+    """float32 [rotated / 2], the angle per position of each pair of features.
+
+    Source: Su et al. 2021 for the base form; the `llama3` bands as described for Llama 3.1; Peng
+    et al. 2023 (YaRN); Ding et al. 2024 (LongRoPE).
+    """
+    dim = int(spec.fraction * head_dim)
+    inv_freq = 1.0 / spec.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if spec.kind == "linear":
         inv_freq = inv_freq / spec.factor
     if spec.kind == "llama3":
         inv_freq = _llama3(inv_freq, spec)
-    if spec.freq_divisors:
-        inv_freq = inv_freq / np.asarray(spec.freq_divisors)
+    if spec.kind == "yarn":
+        inv_freq = _yarn(inv_freq, spec, dim)
+    is_long = context_length > spec.original_max_position
+    if divisors := (spec.long_divisors if is_long else ()) or spec.freq_divisors:
+        inv_freq = inv_freq / np.asarray(divisors)
     return inv_freq.astype(np.float32)
 
 
@@ -55,3 +131,59 @@ def _llama3(inv_freq: np.ndarray, spec: RopeSpec) -> np.ndarray:
     blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
     return (1 - blend) * inv_freq / spec.factor + blend * inv_freq
+
+
+def _yarn(inv_freq: np.ndarray, spec: RopeSpec, dim: int) -> np.ndarray:
+    """Features that turn often within the original context are kept, slow ones are stretched."""
+
+    def feature(turns: float) -> float:
+        """Where, along the features, a wave turns this often."""
+        wavelength = spec.original_max_position / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(spec.theta))
+
+    low, high = feature(spec.beta_fast), feature(spec.beta_slow)
+    if spec.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (np.arange(dim // 2) - low) / max(high - low, 0.001)
+    stretched = np.clip(ramp, 0.0, 1.0)
+    return inv_freq / spec.factor * stretched + inv_freq * (1 - stretched)
+
+
+def _dynamic(spec: RopeSpec, inv_freq: jax.Array, positions: jax.Array) -> jax.Array:
+    """[T, D / 2]: past the original context the base grows with the position.
+
+    Each token takes the base of a sequence that ends with it, which is what decoding token by
+    token gives, so a result depends neither on the batch nor on how a prompt is cut.
+    """
+    half = inv_freq.shape[0]
+    length = jnp.maximum(positions + 1, spec.original_max_position).astype(jnp.float32)
+    grown = spec.factor * length / spec.original_max_position - (spec.factor - 1.0)
+    # The base to the power of -2i / D, and its growth to D / (D - 2) times that.
+    exponent = np.arange(half, dtype=np.float32) / max(half - 1, 1)
+    return inv_freq[None, :] * grown[:, None] ** -jnp.asarray(exponent)[None, :]
+
+
+def _attention_factor(kind: str, factor: float, original: int, found: Mapping[str, Any]) -> float:
+    given = found.get("attention_factor")
+    if given is not None:
+        return float(given)
+    if kind == "yarn":
+        scale, scale_all = found.get("mscale"), found.get("mscale_all_dim")
+        if scale and scale_all:
+            return yarn_scale(factor, float(scale)) / yarn_scale(factor, float(scale_all))
+        return yarn_scale(factor)
+    if kind == "longrope" and factor > 1.0:
+        return math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return 1.0
+
+
+def _divisors(found: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    return tuple(float(value) for value in found.get(key) or ())
+
+
+def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config {key} ({value!r}) must be an object")
+    return dict(value)

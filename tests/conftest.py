@@ -40,9 +40,9 @@ def make_toy(seed: int = 7):
     from flax import nnx
 
     from paged_jax.models.decoder import Decoder
-    from paged_jax.models.spec import DecoderSpec, RopeSpec
+    from paged_jax.models.spec import uniform_spec
 
-    spec = DecoderSpec(
+    spec = uniform_spec(
         vocab_size=258,
         hidden_size=32,
         num_layers=2,
@@ -51,7 +51,6 @@ def make_toy(seed: int = 7):
         head_dim=8,
         mlp_size=48,
         norm_eps=1e-6,
-        rope=RopeSpec(),
         max_position_embeddings=512,
     )
     return Decoder(spec, rngs=nnx.Rngs(seed))

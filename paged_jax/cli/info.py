@@ -52,6 +52,7 @@ def _environment() -> dict[str, Any]:
 def _model(name: str) -> dict[str, Any]:
     import math
 
+    from paged_jax.models.decoder import cache_spec
     from paged_jax.models.hub import resolve_model
     from paged_jax.models.load import open_checkpoint
     from paged_jax.models.registry import read_spec
@@ -59,10 +60,12 @@ def _model(name: str) -> dict[str, Any]:
     path = resolve_model(name)
     checkpoint = open_checkpoint(path)
     spec = read_spec(checkpoint.config)
+    kept = cache_spec(spec)
+    heads = (1 if kept.latent_dim else 2) * kept.num_kv_heads
     return {
         "model": str(path),
         "architecture": ", ".join(checkpoint.config["architectures"]),
         "parameters": sum(math.prod(shape) for shape in checkpoint.shapes().values()),
-        "kv_bytes_per_token_float32": 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4,
+        "kv_bytes_per_token_float32": spec.num_layers * heads * kept.head_dim * 4,
         **dataclasses.asdict(spec),
     }

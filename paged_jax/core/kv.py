@@ -30,6 +30,9 @@ class CacheSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0
+    """Of multi-head latent attention, where one head of `head_dim` features is both key and value:
+    its leading features that values are made of. 0: keys and values are apart."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +43,9 @@ class KVCache:
     layout     pool rows R       row 2j and 2j + 1 hold         width C
     "split"    2K                head j                         D, or D padded to the lanes of a TPU
     "packed"   2 ceil(K / r)     heads rj .. rj + r - 1         128 = r D
+    "latent"   1                 the one latent head            D, or D padded to the lanes of a TPU
+
+    A latent head is key and value in one, so its pool has one row and no pairs.
     """
 
     kv: jax.Array  # [L, N+1, R, P, C]
@@ -114,10 +120,10 @@ def create_kv_cache(
       num_blocks: Usable blocks N.
       block_size: Token positions per block P.
       dtype: float32, bfloat16 or float16; int8, float8_e4m3fn or float8_e5m2 with scales.
-      layout: "auto" chooses by platform; "split" and "packed" are read everywhere.
+      layout: "auto" chooses by model and platform; every layout is read everywhere.
       platform: Whose registers rows are padded to ("cpu", "gpu", "tpu"); None: the default backend.
-    Raises: ValueError for a size below 1, an unknown layout, or a head dim that "packed" cannot
-      hold; NotImplementedError for a dtype or layout that is not built yet.
+    Raises: ValueError for a size below 1, an unknown layout, or one that cannot hold the model's
+      heads; NotImplementedError for a dtype that is not built yet.
     """
     layout, dtype = choose_layout(spec, layout, platform), check_kv_dtype(dtype)
     return KVCache(
@@ -131,10 +137,14 @@ def create_kv_cache(
 
 def choose_layout(spec: CacheSpec, layout: str = "auto", platform: str | None = None) -> str:
     """Settles "auto"; raises as `create_kv_cache` does."""
-    if layout == "latent":
-        raise NotImplementedError("layout 'latent' is not built yet; use 'split'")
-    if layout not in ("auto", "split", "packed"):
+    if layout not in ("auto", "split", "packed", "latent"):
         raise ValueError(f"layout ({layout!r}) must be 'auto', 'split', 'packed' or 'latent'")
+    if spec.latent_dim:
+        if layout not in ("auto", "latent"):
+            raise ValueError(f"layout ({layout!r}) must be 'latent' for a model with latent heads")
+        return "latent"
+    if layout == "latent":
+        raise ValueError("layout 'latent' must have a model with latent heads; use 'split'")
     if layout == "auto":
         # The kernels for 128 lanes then serve narrow heads unchanged.
         is_narrow = spec.head_dim in PACKED_HEAD_DIMS
@@ -164,7 +174,8 @@ def kv_shape(
     else:
         # TPU tiles are 128 lanes wide: a narrower minor axis would be relaid out on every call.
         lanes = LANES if _is_tpu(platform) else 1
-        rows, width = 2 * spec.num_kv_heads, -(-spec.head_dim // lanes) * lanes
+        rows = 1 if layout == "latent" else 2 * spec.num_kv_heads
+        width = -(-spec.head_dim // lanes) * lanes
     return (spec.num_layers, num_blocks + 1, rows, block_size, width)
 
 
@@ -226,6 +237,9 @@ def quantize(heads: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def to_pool_rows(cache: KVCache, keys: jax.Array, values: jax.Array) -> jax.Array:
     """Lays heads [..., K, D] of one position out as pool rows [..., R, C] in the pool's dtype."""
     *outer, heads, dim = keys.shape
+    if cache.layout == "latent":
+        width = cache.kv.shape[4]
+        return jnp.pad(keys.astype(cache.kv.dtype), [(0, 0)] * (keys.ndim - 1) + [(0, width - dim)])
     rows, width = cache.kv.shape[2], cache.kv.shape[4]
     missing = rows // 2 * cache.heads_per_row - heads  # packed rows hold r heads each
     pairs = jnp.stack([keys, values], axis=-3).astype(cache.kv.dtype)  # [..., 2, K, D]
@@ -238,6 +252,8 @@ def to_pool_rows(cache: KVCache, keys: jax.Array, values: jax.Array) -> jax.Arra
 def from_pool_rows(cache: KVCache, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The inverse of `to_pool_rows`: [..., R, C] to keys and values [..., K, D]."""
     *outer, count, _ = rows.shape
+    if cache.layout == "latent":
+        return rows[..., : cache.head_dim], rows[..., : cache.head_dim]
     per_row, dim = cache.heads_per_row, cache.head_dim
     pairs = rows[..., : per_row * dim].reshape(*outer, count // 2, 2, per_row * dim)
     keys, values = pairs[..., 0, :], pairs[..., 1, :]

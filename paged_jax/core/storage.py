@@ -133,10 +133,11 @@ def restore_cache(
     arrays = {name: jnp.asarray(read["blocks"][name]) for name in _BLOCK_ARRAYS}
     blocks = BlockState(**arrays, block_size=meta["block_size"])
     heads = {"num_kv_heads": meta["num_kv_heads"], "head_dim": meta["head_dim"]}
+    latent_dim = meta["head_dim"] if meta["layout"] == "latent" else 0
     pools = {"scales": np.zeros(0, np.float32), **read["kv"]}
     image = KVCache(**pools, layout=meta["layout"], **heads)
     pool = create_kv_cache(
-        CacheSpec(num_layers=image.num_layers, **heads),
+        CacheSpec(num_layers=image.num_layers, latent_dim=latent_dim, **heads),
         blocks.num_blocks,
         blocks.block_size,
         image.kv.dtype if dtype is None else dtype,

@@ -41,7 +41,7 @@ def build_engine(
         path = resolve_model(str(model), progress=_logger.info)
         checkpoint = open_checkpoint(path)
         _logger.info("loading %s", path.name)
-        module = load_model(checkpoint, config.dtype)
+        module = load_model(checkpoint, config.dtype, max_model_len=config.max_model_len)
         own_tokenizer = checkpoint.tokenizer()
         eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
         max_position = module.spec.max_position_embeddings

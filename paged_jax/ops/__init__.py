@@ -2,6 +2,7 @@
 
 from paged_jax.ops.attention import paged_decode, paged_prefill
 from paged_jax.ops.dispatch import BACKENDS, Backend
+from paged_jax.ops.grouped import grouped_product
 from paged_jax.ops.rope import rope, rope_tables
 from paged_jax.ops.sample import GREEDY_BELOW, sample, top_logprobs
 from paged_jax.ops.store import copy_kv, write_kv
@@ -11,6 +12,7 @@ __all__ = [
     "GREEDY_BELOW",
     "Backend",
     "copy_kv",
+    "grouped_product",
     "paged_decode",
     "paged_prefill",
     "rope",

@@ -54,6 +54,8 @@ def run(
     """
     kernels = {name: _in_32_bits(kernel) for name, kernel in kernels.items()}
     if backend is not None:
+        if backend in kernels and cache.layout == "latent":
+            raise NotImplementedError(f"backend {backend!r} does not serve layout 'latent'")
         return kernels.get(backend, xla)(*operands)
     # Kernels take the arrays of one device: on an explicit mesh they belong into `shard_map`.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
@@ -89,6 +91,8 @@ def _in_32_bits(kernel: Callable[..., T]) -> Callable[..., T]:
 
 def _suits(backend: Backend, cache: KVCache, num_heads: int) -> bool:
     """Whether a kernel serves the pool; nothing of Pallas is imported to find that out."""
+    if cache.layout == "latent":
+        return False
     if backend == "pallas_tpu":
         from pallas_kernels.tpu.heads import heads_of
     else:

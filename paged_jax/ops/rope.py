@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 
 def rope_tables(
-    positions: Int[Array, " T"], inv_freq: Float[Array, " half"]
+    positions: Int[Array, " T"], inv_freq: Float[Array, "*T half"]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosines and sines of the angles `positions * inv_freq`, in float32.
 
@@ -14,9 +14,10 @@ def rope_tables(
 
     Args:
       positions: Absolute positions.
-      inv_freq: Angle per position of each pair of features.
+      inv_freq: Angle per position of each pair of features; [T, half] where it differs by token.
     """
-    angle = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
+    inv_freq = inv_freq.reshape(-1, inv_freq.shape[-1])
+    angle = positions.astype(jnp.float32)[:, None] * inv_freq
     # XLA:CPU fuses what it can recompute into every user, through an optimization barrier too:
     # each layer would compute (and compile) its own sines three times. It does not look into a
     # branch that depends on data.

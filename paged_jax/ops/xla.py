@@ -215,11 +215,15 @@ def _read_chunk(
     kv_heads, width = cache.num_kv_heads, cache.kv.shape[4]
     blocks = chunk // cache.block_size
     ids = jax.lax.dynamic_slice_in_dim(table, index * blocks, blocks)
-    gathered = _gather_rows(cache.kv, layer, ids).reshape(2, -1, chunk, width)
-    if cache.heads_per_row > 1:
-        heads = gathered.reshape(*gathered.shape[:3], cache.heads_per_row, cache.head_dim)
-        gathered = heads.transpose(0, 1, 3, 2, 4).reshape(2, -1, chunk, cache.head_dim)
-    keys, values = gathered[:, :kv_heads, :, : cache.head_dim].astype(jnp.float32)
+    gathered = _gather_rows(cache.kv, layer, ids)
+    if cache.layout == "latent":
+        keys = values = gathered.reshape(1, chunk, width)[..., : cache.head_dim].astype(jnp.float32)
+    else:
+        gathered = gathered.reshape(2, -1, chunk, width)
+        if cache.heads_per_row > 1:
+            heads = gathered.reshape(*gathered.shape[:3], cache.heads_per_row, cache.head_dim)
+            gathered = heads.transpose(0, 1, 3, 2, 4).reshape(2, -1, chunk, cache.head_dim)
+        keys, values = gathered[:, :kv_heads, :, : cache.head_dim].astype(jnp.float32)
     key_scales = value_scales = None
     if cache.is_quantized:
         scales = _gather_rows(cache.scales, layer, ids)
@@ -242,7 +246,10 @@ def _gather_rows(pool: jax.Array, layer: jax.Array | int, ids: jax.Array) -> jax
     # One index per row of a flat view: XLA:CPU gathers that four times faster than by (layer,
     # block, head).
     flat = pool.reshape(layers * num_blocks * pool_rows, math.prod(inner))
-    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32).reshape(-1, 2).T.reshape(-1, 1)
+    pair_rows = jnp.arange(pool_rows, dtype=jnp.int32)
+    if pool_rows > 1:  # a latent head is no pair
+        pair_rows = pair_rows.reshape(-1, 2).T
+    pair_rows = pair_rows.reshape(-1, 1)
     rows = (layer * num_blocks + ids)[None, :] * pool_rows + pair_rows
     return flat.at[rows.reshape(-1)].get(mode="promise_in_bounds")
 

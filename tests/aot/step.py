@@ -11,7 +11,7 @@ from paged_jax import core
 from paged_jax.decode import create_row_state
 from paged_jax.engine.step import Sizes, StepInputs, make_step
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.spec import DecoderSpec, RopeSpec
+from paged_jax.models.spec import RopeSpec, uniform_spec
 from tests.aot.programs import Program
 
 NUM_ROWS = 64
@@ -28,7 +28,7 @@ def llama_step(
     Args:
       platform: Whose pool it takes, as in `create_kv_cache`.
     """
-    spec = DecoderSpec(
+    spec = uniform_spec(
         vocab_size=128256,
         hidden_size=4096,
         num_layers=num_layers,

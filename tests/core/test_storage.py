@@ -16,7 +16,7 @@ from paged_jax.core import CacheSpec, KVCache, PagedCache
 from paged_jax.decode import create_row_state, decode_loop
 from paged_jax.ledger import Ledger
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.spec import DecoderSpec, RopeSpec
+from paged_jax.models.spec import uniform_spec
 from tests.core.transitions import assert_same, ledger_of, state_of
 
 # Three heads of 32: the row of a packed pool has room for four.
@@ -352,7 +352,7 @@ def decoding():
     Row 1 has ended and gave back its blocks, so that the stack is out of order. Row 2 is a fork of
     row 0 in the middle of a block and goes on with another token.
     """
-    spec = DecoderSpec(
+    spec = uniform_spec(
         vocab_size=258,
         hidden_size=32,
         num_layers=1,
@@ -361,7 +361,6 @@ def decoding():
         head_dim=D,
         mlp_size=48,
         norm_eps=1e-6,
-        rope=RopeSpec(),
         max_position_embeddings=512,
     )
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(7))))
