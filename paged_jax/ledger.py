@@ -54,8 +54,8 @@ class Ledger:
 
     def needed(self, new_tokens: Mapping[int, int]) -> dict[int, int]:
         """Blocks that each row would take if all rows got their tokens in one call."""
-        copied = self._copies(new_tokens)
-        return {row: self.growth(row, count) + (row in copied) for row, count in new_tokens.items()}
+        _, growth, copied = self._demand(new_tokens)
+        return {row: growth.get(row, 0) + (row in copied) for row in new_tokens}
 
     def allocate(self, new_tokens: Mapping[int, int]) -> LedgerAllocation:
         """Makes room for more tokens per row, for all rows or for none; see core's `allocate`.
@@ -67,32 +67,24 @@ class Ledger:
         if new_tokens and min(new_tokens.values()) < 0:
             negative = next(row for row, count in new_tokens.items() if count < 0)
             raise ValueError(f"new_tokens of row {negative} must be at least 0")
-        # One pass over the rows: this runs for every dispatch, for hundreds of them.
-        size, tables, lengths = self.block_size, self.tables, self.lengths
-        most = self.max_blocks_per_seq * size
-        growth, total = {}, 0
-        for row, count in new_tokens.items():
-            end = lengths[row] + count
-            if end > most:
-                return LedgerAllocation(ok=False, reason=2)
-            if added := -(-end // size) - len(tables[row]):
-                growth[row] = added
-                total += added
-        copied = self._copies(new_tokens)
-        total += len(copied)
+        ends, growth, copied = self._demand(new_tokens)
+        if max(ends.values(), default=0) > self.max_blocks_per_seq * self.block_size:
+            return LedgerAllocation(ok=False, reason=2)
+        total = sum(growth.values()) + len(copied)
         if total > self.num_free:
             return LedgerAllocation(ok=False, reason=1)
+        tables, lengths, refcounts = self.tables, self.lengths, self.refcounts
         last = {row: len(tables[row]) - 1 for row in copied}
         for row in sorted(growth):
             tables[row] += [self._take() for _ in range(growth[row])]
         copies = {}
         for row in copied:
             source, target = tables[row][last[row]], self._take()
-            self.refcounts[source] -= 1
+            refcounts[source] -= 1
             tables[row][last[row]] = target
             copies[row] = (source, target)
-        for row, count in new_tokens.items():
-            lengths[row] += count
+        for row, end in ends.items():
+            lengths[row] = end
         return LedgerAllocation(ok=True, copies=copies, num_new=total)
 
     def free(self, rows: Iterable[int]) -> None:
@@ -203,24 +195,29 @@ class Ledger:
             return LedgerAllocation(ok=False, reason=1)
         return self.allocate(plan.new_tokens)
 
-    def _copies(self, new_tokens: Mapping[int, int]) -> list[int]:
-        """Rows, ascending, that must copy the block they write into."""
-        size, lengths, tables, refcounts = (
-            self.block_size,
-            self.lengths,
-            self.tables,
-            self.refcounts,
-        )
-        writers: dict[int, list[int]] = {}
+    def _demand(
+        self, new_tokens: Mapping[int, int]
+    ) -> tuple[dict[int, int], dict[int, int], list[int]]:
+        """Lengths of the rows afterwards, blocks by which they grow, and those, ascending, that
+        must copy the block they write into."""
+        size, refcounts = self.block_size, self.refcounts
+        tables, lengths = self.tables, self.lengths
+        ends, growth, writers = {}, {}, {}
+        # One pass over the rows: this runs for every dispatch, for hundreds of them.
         for row, count in new_tokens.items():
+            length, table = lengths[row], tables[row]
+            room = len(table) * size
+            ends[row] = end = length + count
+            if end > room:
+                growth[row] = -(-(end - room) // size)
             # Most blocks have one owner, and nobody else to ask.
-            if count > 0 and lengths[row] % size and refcounts[tables[row][-1]] > 1:
-                writers.setdefault(tables[row][-1], []).append(row)
+            if length < room and count and refcounts[table[-1]] > 1:
+                writers.setdefault(table[-1], []).append(row)
         copied = []
         for block, rows in writers.items():
             # The lowest row keeps a block that nobody else owns.
             copied += rows if refcounts[block] > len(rows) else sorted(rows)[1:]
-        return sorted(copied)
+        return ends, growth, sorted(copied)
 
     def _check_rows(self, *rows: int) -> None:
         for row in rows:

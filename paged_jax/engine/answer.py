@@ -15,7 +15,11 @@ from paged_jax.outputs import (
 
 
 def take_token(
-    sequence: Sequence, result: StepOutputs, place: tuple[int, int], tokenizer: Tokenizer | None
+    sequence: Sequence,
+    token: int,
+    result: StepOutputs,
+    place: tuple[int, int],
+    tokenizer: Tokenizer | None,
 ) -> FinishReason | None:
     """Adds a sampled token to its sequence; returns why the sequence ends with it, if it does.
 
@@ -24,7 +28,6 @@ def take_token(
       place: Step and row of the token in them.
     """
     request = sequence.request
-    token = int(result.tokens[place])
     sequence.tokens.append(token)
     if request.first_token_time is None:
         request.first_token_time = time.monotonic()
@@ -36,7 +39,7 @@ def take_token(
     if stop is not None:
         sequence.stop_reason = stop
         return "stop"
-    return "length" if sequence.num_known >= request.max_total_tokens else None
+    return "length" if len(sequence.tokens) >= request.max_total_tokens else None
 
 
 def _take_logprobs(
@@ -75,15 +78,15 @@ def output_of(request: Request, num_blocks: int) -> RequestOutput:
     Args:
       num_blocks: KV blocks that its sequences hold.
     """
-    found = request.sequences
-    if request.is_beam and request.is_finished:
+    found, is_finished = request.sequences, request.is_finished
+    if request.is_beam and is_finished:
         found = found[: max(1, request.num_beams_found)]
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=list(request.prompt_token_ids),
         outputs=[_completion_of(sequence) for sequence in found],
-        finished=request.is_finished,
+        finished=is_finished,
         metrics=RequestMetrics(
             arrival_time=request.arrival_time,
             first_scheduled_time=request.first_scheduled_time,

@@ -66,13 +66,15 @@ class BlockBudget:
         ledger, row, start = self.state.ledger, sequence.row, sequence.num_computed
         assert row is not None
         size = ledger.block_size
-        growth = -(-(start + count) // size) + (-start // size)
+        growth = (start + count - 1) // size - (start - 1) // size
         if start % size == 0:
             return growth
         if self._has_moves:
             return growth + self._is_moved(sequence, row)
         # One writer of all may keep the block: that a copy can be counted too many is allowed.
         block = ledger.tables[row][-1]
+        if ledger.refcounts[block] == 1:
+            return growth
         return growth + (ledger.refcounts[block] - self._dropped.get(block, 0) > 1)
 
     def _is_moved(self, sequence: Sequence, row: int) -> bool:

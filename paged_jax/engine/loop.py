@@ -93,34 +93,36 @@ class Loop:
         waited = []
         if self.dispatcher.recorder.sink is not None:
             waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
+        # As lists: to take single numbers out of arrays is slow.
+        tokens, num_run = result.tokens.T.tolist(), result.num_run.tolist()
         for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
-            sequence.num_unread -= segment.num_sampled
-            if not segment.num_sampled or sequence.finish_reason is not None:
+            num_sampled, request = segment.num_sampled, sequence.request
+            sequence.num_unread -= num_sampled
+            if not num_sampled or sequence.finish_reason is not None:
                 continue
-            touched[sequence.request] = None
+            touched[request] = None
+            if request.beam is None:
+                end = num_run[i] if segment.is_decode else 1
+                self._take_tokens(sequence, tokens[i][:end], result, i)
+            else:
+                listed = result.top_ids[0, i], result.top_logprobs[0, i]
+                sequence.listed = np.asarray(listed[0]), np.asarray(listed[1])
+        if touched:
             self._num_failures = 0
-            if sequence.request.is_beam:
-                sequence.listed = (
-                    np.asarray(result.top_ids[0, i]),
-                    np.asarray(result.top_logprobs[0, i]),
-                )
-                continue
-            self._take_tokens(sequence, result, i, segment.is_decode)
         outputs += [self._advance(request) for request in touched]
         for request in dict.fromkeys(waited):
             if request.first_token_time is not None:
                 self.dispatcher.recorder.first_token(request)
 
     def _take_tokens(
-        self, sequence: Sequence, result: StepOutputs, i: int, is_decode: bool
+        self, sequence: Sequence, tokens: list[int], result: StepOutputs, i: int
     ) -> None:
-        for step in range(int(result.num_run[i]) if is_decode else 1):
-            reason = answer.take_token(sequence, result, (step, i), self.tokenizer)
+        for step, token in enumerate(tokens):
+            reason = answer.take_token(sequence, token, result, (step, i), self.tokenizer)
             self._counts["generation_tokens"] += 1
             if reason is not None:
                 answer.end(sequence, reason)
-                self.state.publish(sequence)
-                return
+                break
         self.state.publish(sequence)
 
     def _advance(self, request: Request) -> RequestOutput:
@@ -131,7 +133,7 @@ class Loop:
         for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 self._drop(sequence)
-        return self._close(request, output) if request.is_finished else output
+        return self._close(request, output) if output.finished else output
 
     # Ends.
 
@@ -182,10 +184,13 @@ class Loop:
 
     def _output(self, request: Request) -> RequestOutput:
         tables = self.state.ledger.tables
-        held = set()
-        for sequence in request.sequences:
-            held.update(sequence.lost_blocks if sequence.row is None else tables[sequence.row])
-        return answer.output_of(request, len(held))
+        held = [
+            sequence.lost_blocks if sequence.row is None else tables[sequence.row]
+            for sequence in request.sequences
+        ]
+        # Only choices share blocks.
+        num_blocks = len(held[0]) if len(held) == 1 else len(set().union(*held))
+        return answer.output_of(request, num_blocks)
 
     # Failure.
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_jax.shapes import ceil_div
 
@@ -35,8 +35,7 @@ class Match:
     """Leading tokens whose keys and values are in the blocks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     digest: bytes
     parent: bytes
     """Digest of the block before, or the root's."""
@@ -53,15 +52,16 @@ class PrefixCache:
 
     def __init__(self, block_size: int, root: bytes = b"") -> None:
         self.block_size = block_size
+        self._packed = struct.Struct(f"<{block_size}q")
         self._root = root
         self._version = 0
         self._entries: dict[int, _Entry] = {}
         self._blocks: dict[bytes, int] = {}
         # Ordered sets of blocks, that used last at the end.
-        self._pending: OrderedDict[int, None] = OrderedDict()
+        self._pending: dict[int, None] = {}
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
         # By digest of the block before and own first token.
-        self._children: dict[tuple[bytes, int], OrderedDict[int, None]] = {}
+        self._children: dict[tuple[bytes, int], dict[int, None]] = {}
 
     def __len__(self) -> int:
         """Entries; a block has at most one."""
@@ -95,7 +95,7 @@ class PrefixCache:
         parent = self._root_digest(salt)
         block_ids: list[int] = []
         for index in range(len(tokens) // self.block_size):
-            self._extend(hashes, tokens, parent, index + 1)
+            self._extend(hashes, tokens, salt, index + 1)
             block = self._blocks.get(hashes[index])
             if block is None:
                 break
@@ -135,21 +135,16 @@ class PrefixCache:
           start: First block of the table to register.
           end: Block after the last.
         """
-        parent = self._root_digest(salt)
-        self._extend(hashes, tokens, parent, end)
+        self._extend(hashes, tokens, salt, end)
+        parent = hashes[start - 1] if start else self._root_digest(salt)
         for index in range(start, end):
             digest = hashes[index]
-            if digest in self._blocks:
-                continue
-            block = table[index]
-            assert block not in self._entries, f"block {block} is known with other content"
-            entry = _Entry(
-                digest=digest,
-                parent=hashes[index - 1] if index else parent,
-                tokens=self._slice(tokens, index),
-            )
-            self._enter(block, entry)
-            self._pending[block] = None
+            if digest not in self._blocks:
+                block = table[index]
+                assert block not in self._entries, f"block {block} is known with other content"
+                self._enter(block, _Entry(digest, parent, self._slice(tokens, index)))
+                self._pending[block] = None
+            parent = digest
 
     def take_pending(self) -> tuple[int, ...]:
         """Blocks to retain in the plan being made, in order of publication; retained from now."""
@@ -173,7 +168,8 @@ class PrefixCache:
         for block in block_ids:
             if block in self._entries:
                 self._reclaimable.pop(block, None)
-                self._children[_family(self._entries[block])].move_to_end(block)
+                siblings = self._children[_family(self._entries[block])]
+                siblings[block] = siblings.pop(block)
 
     def unreference(self, block_ids: Sequence[int]) -> None:
         """Makes the retained blocks among these reclaimable, as those used last.
@@ -248,19 +244,15 @@ class PrefixCache:
         self.clear()
         self._version = record["version"]
         for block, digest, parent, tokens in record["entries"]:
-            self._enter(
-                block,
-                _Entry(
-                    digest=bytes.fromhex(digest), parent=bytes.fromhex(parent), tokens=tuple(tokens)
-                ),
-            )
+            entry = _Entry(bytes.fromhex(digest), bytes.fromhex(parent), tuple(tokens))
+            self._enter(block, entry)
         self._pending.update(dict.fromkeys(record["pending"]))
         self._reclaimable.update(dict.fromkeys(record["reclaimable"]))
 
     def _enter(self, block: int, entry: _Entry) -> None:
         self._entries[block] = entry
         self._blocks[entry.digest] = block
-        self._children.setdefault(_family(entry), OrderedDict())[block] = None
+        self._children.setdefault(_family(entry), {})[block] = None
 
     def _root_digest(self, salt: str | None) -> bytes:
         """Start of the chain; lengths and a mark before the salt keep the fields apart."""
@@ -270,12 +262,12 @@ class PrefixCache:
         return hashlib.sha256(header + self._root + suffix).digest()
 
     def _extend(
-        self, hashes: list[bytes], tokens: Sequence[int], root_digest: bytes, count: int
+        self, hashes: list[bytes], tokens: Sequence[int], salt: str | None, count: int
     ) -> None:
         """Computes the missing ones of the first `count` digests."""
         for index in range(len(hashes), count):
-            packed = struct.pack(f"<{self.block_size}q", *self._slice(tokens, index))
-            parent = hashes[-1] if hashes else root_digest
+            packed = self._packed.pack(*self._slice(tokens, index))
+            parent = hashes[-1] if hashes else self._root_digest(salt)
             hashes.append(hashlib.sha256(parent + packed).digest())
 
     def _slice(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:

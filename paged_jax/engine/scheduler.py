@@ -1,7 +1,6 @@
 """Who runs in the next dispatch. Pure: no clock, randomness, JAX or I/O."""
 
 import heapq
-import itertools
 
 from paged_jax.config import ResolvedConfig
 from paged_jax.engine.block_budget import BlockBudget
@@ -36,9 +35,13 @@ def schedule(state: SchedulerState, now: float, config: ResolvedConfig) -> Plan:
     """
     expired = _expire(state, now)
     round_ = _Round(state, config)
-    in_prefill = [s for s in state.running if s.num_computed < s.num_prefill]
-    decoding = [s for s in state.running if s.num_computed >= s.num_prefill]
-    for sequence in itertools.chain(decoding, in_prefill):
+    in_prefill = []
+    for sequence in list(state.running):  # those preempted meanwhile leave it
+        if sequence.num_computed < sequence.num_prefill:
+            in_prefill.append(sequence)
+        elif sequence.row is not None:
+            round_.continue_running(sequence)
+    for sequence in in_prefill:
         if sequence.row is not None:
             round_.continue_running(sequence)
     if not round_.preempted:
@@ -79,14 +82,15 @@ class _Round:
 
     def continue_running(self, sequence: Sequence) -> None:
         """Plans the next tokens of a sequence, at the expense of those behind it."""
-        request, expected = sequence.request, len(sequence.tokens) + sequence.num_unread
-        count = min(expected - sequence.num_computed, self.budget)
+        request, num_unread = sequence.request, sequence.num_unread
+        expected = len(sequence.tokens) + num_unread
+        count = expected - sequence.num_computed
+        if count > self.budget:
+            count = self.budget
         if count == 0:
             return
         # A beam waits for its token; one that will end by length waits to be read.
-        if sequence.num_unread and (
-            expected >= request.max_total_tokens or request.beam is not None
-        ):
+        if num_unread and (expected >= request.max_total_tokens or request.beam is not None):
             return
         cost = self.blocks.cost(sequence, count)
         while cost and cost > self.blocks.available:
@@ -267,18 +271,19 @@ class _Round:
         assert row is not None
         is_decode = start >= sequence.num_prefill
         is_sampled = start + count == len(sequence.tokens) + sequence.num_unread
+        is_given = is_decode and request.beam is not None
         segment = Segment(
-            request_id=request.request_id,
-            index=sequence.index,
-            row=row,
-            start=start,
-            num_tokens=count,
-            is_decode=is_decode,
-            is_sampled=is_sampled,
-            is_admission=is_admission,
-            is_given=is_decode and request.beam is not None,
+            request.request_id,
+            row,
+            start,
+            count,
+            is_decode,
+            is_sampled,
+            is_admission,
+            sequence.index,
+            is_given,
         )
-        self.planned[sequence] = (segment, cost)
+        self.planned[sequence] = segment, cost
         if is_sampled and request.unforked:
             self._prompt_ends.append(sequence)
         self.blocks.num_free -= cost
@@ -331,22 +336,23 @@ class _Round:
 
     def _extend_decodes(self) -> None:
         """Lets a plan that only decodes run several steps, if the blocks for them are there."""
-        steps = {}
-        cost = 0
-        if self.config.decode_steps == 1 or self.preempted or self.capped or not self.planned:
+        most, size = self.config.decode_steps, self.config.block_size
+        if most == 1 or self.preempted or self.capped:
             return
-        most = self.config.decode_steps
-        for sequence, (segment, planned) in self.planned.items():
+        counts = []
+        cost = 0
+        for sequence, (segment, _) in self.planned.items():
             if not segment.is_decode or segment.is_given:
                 return
             left = sequence.request.max_total_tokens - len(sequence.tokens) - sequence.num_unread
-            steps[sequence] = count = min(most, left)
-            cost += self.blocks.cost(sequence, count) - planned
+            counts.append(count := left if left < most else most)
+            # Of its blocks those for one token are planned.
+            cost += (segment.start + count - 1) // size - segment.start // size
         if cost > self.blocks.available:
             return
         self.blocks.num_free -= cost
-        for sequence, count in steps.items():
-            self.planned[sequence][0].num_tokens = count
+        for (segment, _), count in zip(self.planned.values(), counts, strict=True):
+            segment.num_tokens = count
 
     def _end(self, sequence: Sequence) -> int:
         segment = self.planned[sequence][0] if sequence in self.planned else None

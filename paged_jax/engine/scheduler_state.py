@@ -175,9 +175,10 @@ class SchedulerState:
             sources = [source for source, _ in allocation.copies.values()]
             self.cache.unreference([x for x in sources if self.ledger.refcounts[x] == 1])
         for segment, sequence in zip(plan.segments, sequences, strict=True):
-            sequence.num_computed += segment.num_tokens
+            count = segment.num_tokens
+            sequence.num_computed += count
             if segment.is_decode:
-                sequence.num_unread += segment.num_tokens
+                sequence.num_unread += count
                 continue
             sequence.num_unread += segment.is_sampled
             self.publish(sequence)

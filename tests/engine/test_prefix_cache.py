@@ -121,6 +121,7 @@ def test_candidates_follow_the_same_prefix():
 
 
 def test_salts_versions_and_roots_are_kept_apart():
+    """B13, C15: whatever keys and values depend on besides tokens is in the hash."""
     tokens = [*EIGHT, 9]
     cache = PrefixCache(4)
     for block, salt in enumerate([None, "", "a", "\x01", "\ud800"]):
@@ -173,22 +174,44 @@ def test_a_memo_is_extended_and_saves_hashing(monkeypatch):
     assert len(calls) == 1  # the root
     grown = [*EIGHT, 9, 10, 11, 12]
     cache.publish(grown, None, hashes, [3, 7, 5], 2, 3)
-    assert len(calls) == 3
+    assert len(calls) == 2, "the root of the match, and the new block"
     assert hashes[:2] == memo
     assert match(cache, [*grown, 0]) == ((3, 7, 5), 12)
 
 
 def test_the_hash_depends_on_every_token_at_full_width():
+    """B11: no digit of a token is taken for one of its neighbour."""
     cache = PrefixCache(2)
     seen = set()
-    for tokens in ([0, 1], [1, 0], [256, 0], [0, 256], [2**31, 0], [0, 0], [1, 1]):
+    for tokens in (
+        [0, 1],
+        [1, 0],
+        [256, 0],
+        [0, 256],
+        [2**31, 0],
+        [0, 0],
+        [1, 1],
+        [1, 23],
+        [12, 3],
+    ):
         hashes = []
         cache.match([*tokens, 5], None, hashes)
         seen.add(hashes[0])
-    assert len(seen) == 7
+    assert len(seen) == 9
+
+
+def test_a_block_at_another_depth_is_another():
+    """B11: the same tokens after themselves, and after others."""
+    cache = filled(([7, 7, 7, 7, 7, 7], [1, 2, 3]), block_size=2)
+    assert len(cache) == 3
+    assert match(cache, [7] * 5) == ((1, 2), 4)
+    assert match(cache, [7] * 7) == ((1, 2, 3), 6)
+    assert match(cache, [1, 1, 7, 7, 0]) == ((), 0)
+    assert match(cache, [7, 7, 1, 1, 7, 7, 0]) == ((1,), 2)
 
 
 def test_equal_hashes_of_other_tokens_are_no_hit(monkeypatch):
+    """B11: tokens and the block before are compared too."""
     collide = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: b"same"))
     monkeypatch.setattr(prefix_cache, "hashlib", collide)
     cache = filled(([1, 2], [3]), block_size=2)
