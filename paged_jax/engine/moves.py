@@ -5,7 +5,7 @@ truncation are rarer: they run as small programs of their own, each only when a 
 that a step that needs none of them has none of their kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from paged_jax import core
 from paged_jax.core import BlockState
 from paged_jax.decode import RowState, fork_rows
 from paged_jax.plan import Plan
+
+MAX_IDS = 64
+"""Blocks that one call retains or releases."""
 
 _free = jax.jit(core.free)
 _release = jax.jit(core.release)
@@ -32,10 +35,10 @@ def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockSt
     max_seqs = blocks.max_seqs
     if plan.free_rows:
         blocks = _free(blocks, row_mask(plan.free_rows, max_seqs))
-    if plan.release_ids:
-        blocks = _release(blocks, padded_ids(plan.release_ids))
-    if plan.retain_ids:
-        blocks = _retain(blocks, padded_ids(plan.retain_ids))
+    for ids in _chunks(plan.release_ids):
+        blocks = _release(blocks, ids)
+    for ids in _chunks(plan.retain_ids):
+        blocks = _retain(blocks, ids)
     if plan.shares:
         blocks = _share(blocks, *_shared(plan, max_seqs, blocks.max_blocks_per_seq))
     if plan.forks:
@@ -58,6 +61,22 @@ def apply_moves(blocks: BlockState, rows: RowState, plan: Plan) -> tuple[BlockSt
     return blocks, rows
 
 
+def padding_plan(max_seqs: int) -> Plan:
+    """One that runs each of these programs and changes nothing, while row 0 is empty."""
+    nowhere = ((max_seqs, max_seqs),)
+    return Plan(
+        free_rows=(0,),
+        release_ids=(0,),
+        retain_ids=(0,),
+        shares=((max_seqs, (), 0),),
+        forks=nowhere,
+        branches=nowhere,
+        reindexed=nowhere,
+        truncated=((0, 0),),
+        restored=((0, 0),),
+    )
+
+
 def row_mask(rows: Sequence[int], max_seqs: int) -> np.ndarray:
     """bool[S], True for the rows named."""
     mask = np.zeros(max_seqs, bool)
@@ -65,11 +84,13 @@ def row_mask(rows: Sequence[int], max_seqs: int) -> np.ndarray:
     return mask
 
 
-def padded_ids(ids: Sequence[int]) -> np.ndarray:
-    """Zero-padded to a power of two, so that few sizes are compiled."""
-    padded = np.zeros(max(8, 1 << (len(ids) - 1).bit_length()), np.int32)
-    padded[: len(ids)] = ids
-    return padded
+def _chunks(ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """In their order, zero-padded to one size for which programs are compiled."""
+    for start in range(0, len(ids), MAX_IDS):
+        chunk = ids[start : start + MAX_IDS]
+        padded = np.zeros(MAX_IDS, np.int32)
+        padded[: len(chunk)] = chunk
+        yield padded
 
 
 def _padded_pairs(pairs: Sequence[tuple[int, int]], max_seqs: int) -> np.ndarray:

@@ -15,11 +15,11 @@ from paged_jax import core
 from paged_jax.config import ResolvedConfig
 from paged_jax.core import KVCache, PagedCache
 from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_state, seed_words
+from paged_jax.engine import swap
 from paged_jax.engine.buckets import Program, choose, programs
-from paged_jax.engine.moves import apply_moves, row_mask
+from paged_jax.engine.moves import MAX_IDS, apply_moves, padding_plan, row_mask
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
-from paged_jax.engine.swap import read_image, write_image
 from paged_jax.engine.weights import fit, leaf_specs
 from paged_jax.models.protocol import PagedModel
 from paged_jax.plan import Plan
@@ -137,7 +137,7 @@ class Runner:
             plan = dataclasses.replace(plan, free_rows=(), retain_ids=())
         for ids, image, first in images:
             assert self.kv is not None
-            self.kv = write_image(self.kv, ids, image, first)
+            self.kv = swap.write_image(self.kv, ids, image, first)
         if program is None:
             return None
         return self._dispatch(program, self._inputs(program, plan, sequences))
@@ -145,13 +145,17 @@ class Runner:
     def swap_out(self, ids: Listed[int]) -> KVCache:
         """Reads blocks to the host, after every dispatch that was issued."""
         assert self.kv is not None
-        return read_image(self.kv, ids)
+        return swap.read_image(self.kv, ids)
 
     def warm_up(self) -> None:
         """Compiles every program by running it on padding alone."""
+        config = self.config
         for program in self.programs:
             jax.block_until_ready(self._dispatch(program, self._inputs(program, Plan(), ())))
-        self.issue(Plan(free_rows=(0,)), (), ())  # the program that only frees
+        self.issue(padding_plan(config.max_num_seqs), (), ())
+        if config.preemption_mode != "recompute":
+            assert self.kv is not None
+            self.kv = swap.warm_up(self.kv, config.max_blocks_per_seq)
         self._is_warm = True
 
     def lower(self, program: Program) -> jax.stages.Lowered:
@@ -182,54 +186,46 @@ class Runner:
 
     def _num_retained(self, program: Program) -> int:
         """Blocks that a step of a program can retain; more of them go through `apply_moves`."""
-        return min(program.num_tokens, 64)
+        return min(program.num_tokens, MAX_IDS)
 
     def _inputs(self, program: Program, plan: Plan, sequences: Listed[Sequence]) -> StepInputs:
         """Fills the arrays of a program from a plan."""
         num_tokens, num_rows = program
+        segments = plan.segments
         tokens = np.zeros(num_tokens, np.int32)
-        row_ids = np.full(num_rows, self.config.max_num_seqs, np.int32)
-        query_lens = np.zeros(num_rows, np.int32)
         sources = np.arange(num_rows, dtype=np.int32)
-        retain_ids = np.zeros(self._num_retained(program), np.int32)
-        retain_ids[: len(plan.retain_ids)] = plan.retain_ids
-        is_given = np.zeros(num_rows, bool)
-        is_sampled = np.zeros(num_rows, bool)
-        is_admission = np.zeros(num_rows, bool)
-        has_logprobs = np.zeros(num_rows, bool)
-        owners = np.zeros(num_rows, np.int32)
         admitted = jax.tree.map(lambda x: np.repeat(x, num_rows, axis=0), self._one_row)
-        entries = {segment.row: i for i, segment in enumerate(plan.segments)}
+        given = [segment.is_given or not segment.is_decode for segment in segments]
+        entries = {segment.row: i for i, segment in enumerate(segments)}
         place = 0
-        for i, (segment, sequence) in enumerate(zip(plan.segments, sequences, strict=True)):
-            count = segment.num_tokens
-            row_ids[i], query_lens[i] = segment.row, count
-            is_sampled[i], is_admission[i] = segment.is_sampled, segment.is_admission
-            is_given[i] = segment.is_given or not segment.is_decode
+        for i, (segment, is_given) in enumerate(zip(segments, given, strict=True)):
+            count = 1 if segment.is_decode else segment.num_tokens
+            if is_given:
+                known = sequences[i].tokens[segment.start : segment.start + count]
+                tokens[place : place + count] = known
             if segment.source is not None:
                 sources[i] = entries[segment.source]
-            if is_given[i]:
-                known = sequence.tokens[segment.start : segment.start + count]
-                tokens[place : place + count] = known
-            has_logprobs[i] = sequence.request.num_logprobs is not None
-            owners[i] = sequence.owner
             if segment.is_admission:
-                self._set_row(admitted, i, sequence)
-            place += 1 if segment.is_decode else count
+                self._set_row(admitted, i, sequences[i])
+            place += count
+        has_logprobs = [sequence.request.num_logprobs is not None for sequence in sequences]
+        owners = [sequence.owner for sequence in sequences] if self._has_tags else []
+
+        most_rows = self.config.max_num_seqs
         return StepInputs(
-            free_rows=row_mask(plan.free_rows, self.config.max_num_seqs),  # type: ignore[arg-type]
-            retain_ids=retain_ids,  # type: ignore[arg-type]
+            free_rows=row_mask(plan.free_rows, most_rows),  # type: ignore[arg-type]
+            retain_ids=_padded(plan.retain_ids, self._num_retained(program), np.int32),
             tokens=tokens,  # type: ignore[arg-type]
-            row_ids=row_ids,  # type: ignore[arg-type]
-            query_lens=query_lens,  # type: ignore[arg-type]
+            row_ids=_padded([s.row for s in segments], num_rows, np.int32, rest=most_rows),
+            query_lens=_padded([s.num_tokens for s in segments], num_rows, np.int32),
             sources=sources,  # type: ignore[arg-type]
             num_decode=np.int32(plan.num_decode),  # type: ignore[arg-type]
             num_steps=np.int32(plan.num_steps),  # type: ignore[arg-type]
-            is_given=is_given,  # type: ignore[arg-type]
-            is_sampled=is_sampled,  # type: ignore[arg-type]
-            is_admission=is_admission,  # type: ignore[arg-type]
-            has_logprobs=has_logprobs,  # type: ignore[arg-type]
-            owners=owners,  # type: ignore[arg-type]
+            is_given=_padded(given, num_rows, bool),
+            is_sampled=_padded([s.is_sampled for s in segments], num_rows, bool),
+            is_admission=_padded([s.is_admission for s in segments], num_rows, bool),
+            has_logprobs=_padded(has_logprobs, num_rows, bool),
+            owners=_padded(owners, num_rows, np.int32),
             admitted=admitted,
         )
 
@@ -246,6 +242,12 @@ class Runner:
         rows.stop_ids[i] = NO_STOP_ID  # type: ignore[index]
         rows.stop_ids[i, : len(stop_ids)] = stop_ids  # type: ignore[index]
         rows.finished[i] = False  # type: ignore[index]
+
+
+def _padded(values: Listed[int], size: int, dtype: Any, *, rest: int = 0) -> Any:
+    array = np.full(size, rest, dtype)
+    array[: len(values)] = values
+    return array
 
 
 def _placed(tree: Any) -> Any:

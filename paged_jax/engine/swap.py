@@ -8,19 +8,18 @@ import numpy as np
 
 from paged_jax import core
 from paged_jax.core import KVCache
-from paged_jax.engine.moves import padded_ids
 
 _swap_in = jax.jit(core.swap_in, donate_argnums=0)
 
 
 def read_image(kv: KVCache, ids: Sequence[int]) -> KVCache:
     """A host image of blocks, as numpy arrays `[L, B, R, P, C]`; waits for the device."""
-    return _slice(core.swap_out(kv, padded_ids(ids)), 0, len(ids))
+    return _slice(core.swap_out(kv, _padded(ids)), 0, len(ids))
 
 
 def write_image(kv: KVCache, ids: Sequence[int], image: KVCache, first: int) -> KVCache:
     """Writes blocks of an image from `first` on into blocks of the pool, which is donated."""
-    padded = padded_ids(ids)
+    padded = _padded(ids)
 
     def pad(x: np.ndarray, axis: int) -> np.ndarray:
         widths = [(0, 0)] * x.ndim
@@ -28,6 +27,21 @@ def write_image(kv: KVCache, ids: Sequence[int], image: KVCache, first: int) -> 
         return np.pad(x, widths)
 
     return _swap_in(kv, padded, _map(pad, _slice(image, first, first + len(ids))))
+
+
+def warm_up(kv: KVCache, most: int) -> KVCache:
+    """Compiles every size, up to images of `most` blocks, on the null block alone."""
+    for n in range(3, len(_padded([0] * most)).bit_length()):
+        ids = [0] * 2**n
+        kv = write_image(kv, ids, read_image(kv, ids), 0)
+    return kv
+
+
+def _padded(ids: Sequence[int]) -> np.ndarray:
+    """Zero-padded to a power of two, so that few sizes are compiled."""
+    padded = np.zeros(1 << max(3, (len(ids) - 1).bit_length()), np.int32)
+    padded[: len(ids)] = ids
+    return padded
 
 
 def _slice(image: KVCache, first: int, end: int) -> KVCache:

@@ -1,15 +1,22 @@
 """What XLA makes of the step: the pool is updated in place and never copied."""
 
+import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paged_jax import core
 from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.pool import resolve
 from paged_jax.sampling_params import SamplingParams
-from tests.engine.harness import make_engine, run_all
+from tests.engine.harness import ROOMY, make_engine, run_all
+from tests.engine.workloads import make_asks
 from tests.hlo import pool_copies
 
 
@@ -76,6 +83,48 @@ def test_warm_up_runs_every_program_and_changes_nothing(toy, alone, rng):
     engine.runner.compiled.clear()
     with pytest.raises(RuntimeError, match="strict_compile"):
         run_all(engine, [("a", prompt, params)])
+
+
+@contextmanager
+def compiles() -> Iterator[list[str]]:
+    """A list that grows by what XLA compiles or reads from the persistent cache."""
+    found: list[str] = []
+
+    def listen(event: str, _: float, **fields) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(fields))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_warm_up(toy):
+    """Whatever plans hold: shares, evictions, forks, beams, images that come and go."""
+    sizes = {"num_blocks": 26, "max_num_seqs": 7, "max_model_len": 56, "preemption_mode": "swap"}
+    with compiles() as found:
+        options = {**ROOMY, **sizes}
+        engine = Engine(toy, EngineConfig(warmup="all", strict_compile=True, **options))
+    assert found, "sizes that no other test has"
+    seen = collections.Counter()
+    issue = engine.runner.issue
+
+    def count(plan, *rest):
+        seen.update(name for name, value in vars(plan).items() if value)
+        return issue(plan, *rest)
+
+    engine.runner.issue = count
+    blocks = jax.device_get(engine.runner.blocks)
+    fresh = core.create_block_state(26, 4, 7, 14)
+    jax.tree.map(np.testing.assert_array_equal, blocks, jax.device_get(fresh))
+    with compiles() as found:
+        for seed in range(3):
+            run_all(engine, [(ask.name, ask.prompt, ask.params) for ask in make_asks(seed)])
+    assert found == []
+    parts = ("release_ids", "shares", "forks", "branches", "reindexed", "swapped_in", "retain_ids")
+    assert all(seen[name] for name in (*parts, "free_rows")), seen
 
 
 SIZES = [
