@@ -31,6 +31,8 @@ class BeamSearchParams:
     False: when the best live beam scores worse than the worst of them at its present length.
     "never": when it would at any length, judged by the longest one if `length_penalty` > 0."""
     include_stop_str_in_output: bool = False
+    """Whether `text` has what stands for the end-of-sequence token, unless it is a special token
+    that is skipped. `token_ids` always has the token."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:

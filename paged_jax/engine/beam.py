@@ -65,7 +65,7 @@ class BeamSearch:
             raise ValueError(
                 f"prompt_len ({prompt_len}) must be below max_total_tokens ({max_total_tokens})"
             )
-        self._params = params
+        self.params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._max_len = min(params.max_tokens, max_total_tokens - prompt_len)
         self._live = [_Live((), np.float32(0))]
@@ -77,7 +77,7 @@ class BeamSearch:
 
         Twice the width, and more when there are more end-of-sequence tokens than beams.
         """
-        width = self._params.beam_width
+        width = self.params.beam_width
         return width + max(width, len(self._eos_token_ids))
 
     @property
@@ -96,7 +96,7 @@ class BeamSearch:
           token; always `beam_width` of them, or none when the search is over.
         """
         assert self._live, "the search is over"
-        width = self._params.beam_width
+        width = self.params.beam_width
         candidates = self._rank(top_ids, top_logprobs)
         length = len(self._live[0].token_ids) + 1
         if length == self._max_len:
@@ -121,12 +121,12 @@ class BeamSearch:
         """
         live = [b for b in self._live if b.token_ids and np.isfinite(b.logprob)]
         aborted = [self._scored(beam, "abort") for beam in live]
-        return (self._ended + aborted)[: self._params.beam_width]
+        return (self._ended + aborted)[: self.params.beam_width]
 
     def record(self) -> dict[str, Any]:
         """The search so far, as JSON."""
         return {
-            "params": dataclasses.asdict(self._params),
+            "params": dataclasses.asdict(self.params),
             "eos_token_ids": sorted(self._eos_token_ids),
             "live": [[beam.token_ids, float(beam.logprob)] for beam in self._live],
             "ended": [dataclasses.asdict(beam) for beam in self._ended],
@@ -168,15 +168,15 @@ class BeamSearch:
             is_stop = beam.token_ids[-1] in self._eos_token_ids
             self._ended.append(self._scored(beam, "stop" if is_stop else "length"))
         self._ended.sort(key=lambda beam: -beam.score)
-        del self._ended[self._params.beam_width :]
+        del self._ended[self.params.beam_width :]
 
     def _is_settled(self, best_logprob: np.float32, length: int) -> bool:
         """Whether what has ended is the result, by `early_stopping`."""
-        if len(self._ended) < self._params.beam_width:
+        if len(self._ended) < self.params.beam_width:
             return False
-        if self._params.early_stopping is True:
+        if self.params.early_stopping is True:
             return True
-        is_patient = self._params.early_stopping == "never" and self._params.length_penalty > 0
+        is_patient = self.params.early_stopping == "never" and self.params.length_penalty > 0
         best = self._score(best_logprob, self._max_len if is_patient else length)
         return best <= self._ended[-1].score
 
@@ -189,7 +189,7 @@ class BeamSearch:
         )
 
     def _score(self, logprob: np.float32, length: int) -> float:
-        return float(logprob / np.float32(length**self._params.length_penalty))
+        return float(logprob / np.float32(length**self.params.length_penalty))
 
 
 class _Live(NamedTuple):

@@ -68,5 +68,7 @@ def end(request: Request, tokenizer: Tokenizer | None, reason: FinishReason | No
         if beam.finish_reason == "abort" and reason is not None:
             sequence.finish_reason = reason
         if tokenizer is not None:
-            ids = list(beam.token_ids)
-            sequence.beam_text = tokenizer.decode(ids, request.skip_special_tokens)
+            params, ids = request.beam.params, list(beam.token_ids)
+            if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
+                ids.pop()
+            sequence.beam_text = tokenizer.decode(ids, params.skip_special_tokens)

@@ -31,8 +31,6 @@ class Request:
     """Tokens that end a sequence."""
     num_logprobs: int | None = None
     """Most likely tokens to be told per position besides the sampled one; None: nothing."""
-    skip_special_tokens: bool = True
-    """In the text of finished beams."""
     cache_salt: str | None = None
     """Only requests of one salt share cached blocks."""
     sequences: list["Sequence"] = field(default_factory=list)

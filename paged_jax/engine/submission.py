@@ -137,7 +137,6 @@ def check_beam_request(
         )
     request.beam, request.num_logprobs = beam, beam.num_candidates
     request.stop_ids = frozenset()
-    request.skip_special_tokens = params.skip_special_tokens
     request.sequences = [
         Sequence(request=request, index=index, tokens=list(ids))
         for index in range(params.beam_width)

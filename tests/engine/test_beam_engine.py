@@ -222,6 +222,7 @@ def toy_engine(toy):
 def test_beams_that_end_early_free_their_blocks_once(
     toy_engine, toy_dense, ending, stopping, ignore_eos
 ):
+    """A15: a long prompt and beams that end at different steps; audited after every one."""
     prompt, params, eos = ending
     params = dataclasses.replace(params, early_stopping=stopping, ignore_eos=ignore_eos)
     toy_engine.eos_token_ids = eos
@@ -252,6 +253,7 @@ def test_any_width_equals_the_dense_search(toy_engine, toy_dense, rng, width):
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_beams_at_the_context_length_are_returned(toy, toy_dense, rng, width, ignore_eos):
+    """C5: with the reason "length", whether ends of sequence count or not."""
     engine = make_engine(toy, max_model_len=15)
     engine.eos_token_ids = frozenset({5})
     for prompt_len in (14, 13, 9):
@@ -353,7 +355,7 @@ def test_beams_survive_a_failure_at_any_step(toy, toy_dense, ending, point):
 
 
 def test_special_tokens_are_in_the_text_of_beams_only_if_wanted(toy, rng):
-    """Half of the vocabulary is special."""
+    """C6: half of the vocabulary is special."""
     tokenizer = Tokenizer(byte_backend([f"<{i}>" for i in range(129)], 385), special_tokens={})
     engine = make_engine(toy)
     engine.tokenizer = tokenizer
@@ -366,6 +368,31 @@ def test_special_tokens_are_in_the_text_of_beams_only_if_wanted(toy, rng):
         assert texts[skip] == [tokenizer.decode(beam.token_ids, skip) for beam in beams]
     assert texts[True] != texts[False]
     assert any("<" in text for text in texts[False])
+
+
+def test_the_end_of_sequence_is_in_the_text_of_a_beam_only_if_wanted(toy, rng):
+    """Half of the vocabulary is special; the tokens of a beam have the end either way."""
+    tokenizer = Tokenizer(byte_backend([f"<{i}>" for i in range(129)], 385), special_tokens={})
+    engine = make_engine(toy)
+    engine.tokenizer = tokenizer
+    prompt, found = rng.integers(0, 258, 5).tolist(), {}
+    free = run_all(engine, [("a", prompt, BeamSearchParams(beam_width=4))]).finished["a"]
+    engine.eos_token_ids = frozenset(beam.token_ids[2] for beam in free.outputs)
+    for wanted, skip in itertools.product((True, False), (True, False)):
+        params = BeamSearchParams(
+            beam_width=4,
+            max_tokens=30,
+            include_stop_str_in_output=wanted,
+            skip_special_tokens=skip,
+        )
+        beams = run_all(engine, [("a", prompt, params)]).finished["a"].outputs
+        found[wanted, skip] = [beam.token_ids for beam in beams]
+        assert any(beam.finish_reason == "stop" for beam in beams)
+        for beam in beams:
+            is_cut = beam.finish_reason == "stop" and not wanted
+            ids = beam.token_ids[:-1] if is_cut else beam.token_ids
+            assert beam.text == tokenizer.decode(ids, skip)
+    assert len({str(ids) for ids in found.values()}) == 1
 
 
 @pytest.mark.by_hand
