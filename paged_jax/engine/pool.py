@@ -64,6 +64,12 @@ def resolve(
                 f"the KV pool ({budget} bytes) must hold two blocks of {block_bytes} bytes; "
                 "raise kv_cache_memory_bytes or set num_blocks"
             )
+    needed, free = (num_blocks + 1) * block_bytes, _free_bytes(platform)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"num_blocks ({num_blocks}) needs {needed} bytes with the null block, and the device "
+            f"has {free} left; lower num_blocks or kv_cache_memory_bytes"
+        )
     longest = num_blocks * block_size
     if longest < model_len:
         _logger.warning(
@@ -110,10 +116,25 @@ def _available_bytes(platform: str, utilization: float) -> int:
     if platform == "cpu":
         # MemAvailable counts the page cache that the kernel would give back; sysconf does not.
         return min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
+    stats = _device_stats()
+    if stats is None:
         raise ValueError("the device does not tell its memory; set num_blocks")
-    return int(utilization * stats["bytes_limit"]) - stats["bytes_in_use"]
+    limit, used = stats
+    return int(utilization * limit) - used
+
+
+def _free_bytes(platform: str) -> int | None:
+    """None where the device does not tell."""
+    if platform == "cpu":
+        return _free_host_bytes()
+    stats = _device_stats()
+    return None if stats is None else stats[0] - stats[1]
+
+
+def _device_stats() -> tuple[int, int] | None:
+    """Bytes that JAX may use on the first device, and those that it does."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return (stats["bytes_limit"], stats["bytes_in_use"]) if "bytes_limit" in stats else None
 
 
 def _free_host_bytes() -> int:

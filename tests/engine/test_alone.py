@@ -96,6 +96,7 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused(small, alone, rng):
 
 
 def test_a_request_alone_in_the_pool_that_cannot_grow_ends_with_length(small, alone, rng):
+    """C26: and the engine serves the next."""
     prompt, short = prompt_of(rng, 20), prompt_of(rng, 4)
     run = run_all(small, [("grows", prompt, greedy(20)), ("short", short, greedy(3))])
     # 24 slots hold the KV of 20 prompt and 4 output tokens; one more was sampled from them.

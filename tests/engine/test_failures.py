@@ -369,6 +369,7 @@ class Driver:
     ],
 )
 def test_whatever_happens_each_request_ends_once_and_rightly(toy, alone, monkeypatch, seed):
+    """C23: each slot carries a tag of who wrote it; every row's are checked at every dispatch."""
     options = {
         "overlap": seed % 2 == 0,
         "enable_prefix_caching": seed % 3 > 0,

@@ -178,17 +178,19 @@ class Trace:
 
 def run_traces(count: int, each: int) -> None:
     ends: Counter[str] = Counter()
-    num_preemptions = 0
+    num_dispatches = num_preemptions = 0
     for seed in range(count):
         trace = Trace(seed, each)
         trace.run()
         assert trace.num_dispatches <= trace.cost_of_all
         assert sum(trace.ends.values()) == each
         ends += trace.ends
+        num_dispatches += trace.num_dispatches
         num_preemptions += trace.num_preemptions
     assert ends.keys() <= {"length", "abort"}, "each request fits into the pool"
     assert ends["abort"] > count * each // 100
     assert num_preemptions > count
+    print(f"{ends}, {num_dispatches} dispatches, {num_preemptions} preemptions")  # see by -s
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """How options are settled: pool size from blocks, bytes or memory, and what is refused."""
 
 import logging
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,49 @@ def test_free_memory_is_read_from_this_machine():
 def test_memory_for_less_than_a_block_is_refused_with_the_arithmetic():
     with pytest.raises(ValueError, match=rf"{BLOCK_BYTES + 1} bytes.*two blocks of {BLOCK_BYTES}"):
         resolve(kv_cache_memory_bytes=BLOCK_BYTES + 1)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """An accelerator of 10 GB, 4 of which are in use; change what it tells."""
+    stats = {"bytes_limit": 10**10, "bytes_in_use": 4 * 10**9}
+    devices = [SimpleNamespace(memory_stats=lambda: stats)]
+    monkeypatch.setattr(pool.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(pool.jax, "local_devices", lambda: devices)
+    return stats
+
+
+def test_an_accelerators_pool_is_its_fraction_less_what_is_in_use(device):
+    """C17: what others hold counts, as the weights do; the rest is for activations."""
+    many = {"max_num_seqs": 4096, "max_num_batched_tokens": 4096, "max_model_len": 2**20}
+    assert resolve(**many).num_blocks == (9 * 10**9 - 4 * 10**9) // BLOCK_BYTES - 1
+    half = resolve(gpu_memory_utilization=0.5, **many)
+    assert half.num_blocks == (5 * 10**9 - 4 * 10**9) // BLOCK_BYTES - 1
+    assert resolve(max_num_seqs=2, max_model_len=64).num_blocks == 8, "all that can be used"
+    device["bytes_in_use"] = 9 * 10**9
+    with pytest.raises(ValueError, match="must hold two blocks"):
+        resolve(**many)
+
+
+def test_a_pool_larger_than_what_is_left_is_refused(device, monkeypatch):
+    """C17: what is asked for wins over the formula, and is checked."""
+    most = 6 * 10**9 // BLOCK_BYTES - 1
+    many = {"max_num_seqs": 4096, "max_num_batched_tokens": 4096, "max_model_len": 2**20}
+    assert resolve(num_blocks=most).num_blocks == most
+    with pytest.raises(
+        ValueError, match=rf"num_blocks \({most + 1}\) needs .* has 6000000000 left"
+    ):
+        resolve(num_blocks=most + 1)
+    with pytest.raises(ValueError, match="lower num_blocks or kv_cache_memory_bytes"):
+        resolve(kv_cache_memory_bytes=7 * 10**9, **many)
+    device.clear()
+    assert resolve(num_blocks=10**9).num_blocks == 10**9, "the device does not tell"
+    with pytest.raises(ValueError, match="does not tell its memory; set num_blocks"):
+        resolve(**many)
+    monkeypatch.setattr(pool.jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(pool, "_free_host_bytes", lambda: 100 * BLOCK_BYTES)
+    with pytest.raises(ValueError, match=r"num_blocks \(100\)"):
+        resolve(num_blocks=100)
 
 
 def test_the_context_defaults_to_the_models_up_to_2048():

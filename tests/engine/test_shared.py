@@ -1,10 +1,12 @@
 """Blocks that several read, by the cache or by forks, change no token."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from paged_jax.engine import prefix_cache
 from paged_jax.sampling_params import SamplingParams
 from tests.engine.harness import assert_idle, assert_tables_tight, make_engine, run_all, step
 
@@ -48,6 +50,36 @@ def test_a_cached_prompt_computes_one_token_with_blocks_of_one(toy, alone, rng):
     for name, hits in (("cold", 0), ("warm", 7)):
         run = run_all(engine, [(name, prompt, params)])
         assert run.tokens(name) == alone(prompt, params)
+        assert run.finished[name].num_cached_tokens == hits
+    assert_idle(engine)
+
+
+def test_prompts_that_only_look_alike_share_nothing(toy, alone):
+    """B11: one text in decimal digits, and a block that others know at another depth."""
+    engine = make_engine(toy)
+    for i, prompt in enumerate(
+        ([1, 23, 4, 4, 9], [12, 3, 4, 4, 9], [8] * 9, [2] * 4 + [8] * 9, [2] * 3 + [8] * 9)
+    ):
+        run = run_all(engine, [(str(i), prompt, greedy(3))])
+        assert run.tokens(str(i)) == alone(prompt, greedy(3))
+        assert run.finished[str(i)].num_cached_tokens == (3 if i == 4 else 0), prompt
+    assert_idle(engine)
+
+
+def test_prompts_of_one_hash_share_nothing(toy, alone, rng, monkeypatch):
+    """B11: every block has the same hash."""
+    constant = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: bytes(32)))
+    monkeypatch.setattr(prefix_cache, "hashlib", constant)
+    engine = make_engine(toy)
+    first, second = prompt_of(rng, 9), prompt_of(rng, 9)
+    for name, prompt, hits in (
+        ("a", first, 0),
+        ("b", second, 0),
+        ("c", first, 4),
+        ("d", second, 0),
+    ):
+        run = run_all(engine, [(name, prompt, greedy(5))])
+        assert run.tokens(name) == alone(prompt, greedy(5))
         assert run.finished[name].num_cached_tokens == hits
     assert_idle(engine)
 

@@ -94,6 +94,24 @@ def test_new_weights_give_the_tokens_of_an_engine_built_with_them(toy, other, en
     assert engine.runner._step._cache_size() == num_programs
 
 
+def test_nothing_cached_is_shared_across_weights_or_salts(toy, other, engine, fresh):
+    """B13 and D4: not by other weights, by the same ones loaded again, or by another tenant."""
+    found = {}
+    for i, weights in enumerate((toy, other, toy)):
+        engine.update_weights(weights)
+        for salt in (None, "a", "b"):
+            prompt = {"prompt_token_ids": PROMPT, "cache_salt": salt}
+            for is_warm in (False, True):
+                engine.add_request("answer", prompt, GREEDY)
+                outputs = []
+                while engine.has_unfinished():
+                    outputs = step(engine) or outputs
+                assert outputs[-1].num_cached_tokens == (len(PROMPT) - 1 if is_warm else 0)
+                found[i, salt, is_warm] = outputs[-1].outputs[0].token_ids
+    new = answer(fresh)[0]
+    assert all((tokens == new) == (i == 1) for (i, *_), tokens in found.items())
+
+
 def test_numpy_weights_are_copied(other, engine, fresh):
     given = flat(other)
     engine.update_weights(given)
@@ -186,6 +204,7 @@ def test_running_requests_can_be_ended(toy, other, engine, fresh):
 
 
 def test_swapped_images_of_old_weights_are_not_used(toy, other, fresh):
+    """D4: an image belongs to its sequence and is not found by content."""
     engine = make_engine(toy, **OPTIONS, preemption_mode="swap")
     engine.runner._step = fresh.runner._step
     for i in range(8):
