@@ -4,13 +4,14 @@ import argparse
 import sys
 from typing import NoReturn
 
-from paged_jax.cli import bench, chat, download, generate, info
+from paged_jax.cli import bench, chat, convert, download, generate, info
 
 _COMMANDS = {
     "chat": chat,
     "generate": generate,
     "bench": bench,
     "download": download,
+    "convert": convert,
     "info": info,
 }
 
