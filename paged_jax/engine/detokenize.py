@@ -6,7 +6,8 @@ from paged_jax.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt that are decoded in front, because some decoders treat the first token of a
-# sequence differently; as many as the longest UTF-8 character has bytes.
+# sequence differently; as many as the longest UTF-8 character has bytes, and more where these have
+# no text.
 _CONTEXT = 4
 
 
@@ -25,7 +26,10 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
-        self._ids = list(prompt_token_ids[-_CONTEXT:])
+        size = _CONTEXT
+        while size < len(prompt_token_ids) and not tokenizer.decode(prompt_token_ids[-size:]):
+            size *= 2
+        self._ids = list(prompt_token_ids[-size:])
         # Decoding restarts at `_prefix`, in front of `_read`; the text before `_read` is `_base`.
         self._prefix = 0
         self._read = len(self._ids)
@@ -57,7 +61,11 @@ class TextStream:
 
     def _decode(self, *, is_last: bool) -> None:
         before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        new = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
+        whole = self._tokenizer.decode(self._ids[self._prefix :])
+        if before.endswith(_REPLACEMENT) and not whole.startswith(before):
+            # The prompt ends inside a character, which is whole now.
+            before = before.rstrip(_REPLACEMENT)
+        new = whole[len(before) :]
         if not new:
             # A skipped token: kept in the window, because decoders that join words by a leading
             # space strip it from the first token they are given.

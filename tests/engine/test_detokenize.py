@@ -115,19 +115,78 @@ def test_special_tokens_are_skipped(byte_tokenizer):
     assert final == "hi"
 
 
-def test_a_skipped_token_between_words_loses_no_space():
-    """Decoders of SentencePiece vocabularies strip the space of the first token they are given."""
+# Vocabularies of SentencePiece, whose decoders strip the space of the first token they are given.
+
+PIECES = ["\u2581Hello", "\u2581world", "!", "\u2581the", "\u2581", "s"]
+HELLO, WORLD, MARK, THE, SPACE, S, END = range(7)
+
+
+@pytest.fixture(scope="module", params=["Metaspace", "Strip"])
+def metaspace(request) -> Tokenizer:
+    """One token per piece and a special one, with either decoder that is in use."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import decoders, models
 
-    pieces = ["\u2581hello", "\u2581world", "!", "<unk>"]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    vocabulary = {piece: i for i, piece in enumerate(PIECES)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
     backend.decoder = decoders.Metaspace()
+    if request.param == "Strip":
+        steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
     backend.add_special_tokens(["</s>"])
-    tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=(4,), chat_template=None)
-    prompt, ids = [0], [0, 4, 4, 1, 2]
-    texts, final, _, _ = feed(tokenizer, ids, prompt=prompt)
-    whole = tokenizer.decode(prompt + ids)
-    assert final == whole[len(tokenizer.decode(prompt)) :] == " hello world!"
+    return Tokenizer(backend, special_tokens={}, eos_token_ids=(END,), chat_template=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "expected"),
+    [
+        ([HELLO], [THE, WORLD, MARK], " the world!"),
+        ([HELLO, WORLD, MARK] * 3, [THE, S], " thes"),
+        ([END], [THE, WORLD], "the world"),  # the first words of all
+        ([HELLO, *[END] * 9], [THE, WORLD], " the world"),
+        ([HELLO], [HELLO, END, END, WORLD, MARK], " Hello world!"),
+        ([SPACE], [THE, SPACE, SPACE, THE], " the   the"),
+        ([HELLO], [SPACE, THE], "  the"),
+        ([HELLO], [], ""),
+    ],
+)
+def test_no_space_between_words_is_lost(metaspace, prompt, ids, expected):
+    texts, final, _, _ = feed(metaspace, ids, prompt=prompt)
+    assert metaspace.decode(prompt + ids)[len(metaspace.decode(prompt)) :] == final == expected
     assert_grows(texts, final)
+
+
+def test_random_pieces_equal_the_whole_decode(metaspace, rng):
+    for _ in range(100):
+        drawn = rng.integers(0, 7, 30).tolist()
+        prompt, ids = drawn[: rng.integers(1, 20)], drawn[20:]
+        texts, final, _, _ = feed(metaspace, ids, prompt=prompt)
+        assert final == metaspace.decode(prompt + ids)[len(metaspace.decode(prompt)) :]
+        assert_grows(texts, final)
+
+
+def test_bytes_among_pieces_are_held_until_they_are_a_character():
+    """A line end is a byte there, and one bad byte spoils its good neighbours in the decoder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models
+
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a"]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, [])
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = Tokenizer(backend, special_tokens={})
+    ids = [256, *"\n山👩".encode(), 256, 10, *"é".encode()]
+    texts, final, _, _ = feed(tokenizer, ids, prompt=[256])
+    assert final == " a\n山👩 a\né"
+    assert all("\ufffd" not in part for part in texts)
+    assert_grows(texts, final)
+
+
+def test_a_character_that_the_prompt_begins_is_finished(byte_tokenizer):
+    begun, rest = "é".encode(), b"x"
+    _, final, _, _ = feed(byte_tokenizer, [begun[1], *rest], prompt=[*b"ab", begun[0]])
+    assert final == "éx"
+    _, final, _, _ = feed(byte_tokenizer, list("éx".encode()), prompt=list("\ufffd".encode()))
+    assert final == "éx"
