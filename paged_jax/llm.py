@@ -102,6 +102,8 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         timeout: float | None = None,
@@ -112,17 +114,18 @@ class LLM:
         Args:
           messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
           sampling_params: One for all, or one per conversation; None: the defaults.
+          tools: As in `render`, for all of them.
+          chat_template_kwargs: The `options` of `render`.
           use_tqdm: Show a progress bar with tokens/s on stderr.
-          priority: As in `generate`, like the two that follow.
-          timeout: Seconds.
-          request_ids: One per conversation.
+          priority: As in `generate`, like `timeout` and `request_ids`.
         Raises: ValueError when the model has no tokenizer or no chat template; and as `generate`.
         """
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
             raise ValueError(f"messages ({messages!r}) must be a list")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else list(messages)
-        prompts = [self.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        options = chat_template_kwargs or {}
+        prompts = [self.render(one, tools, **options) for one in conversations]  # type: ignore[arg-type]
         return self.generate(
             prompts,
             sampling_params,
@@ -191,12 +194,17 @@ class LLM:
         next(outputs)  # into its `try`, so that closing it before its first output aborts too
         return outputs  # type: ignore[return-value]
 
-    def render(self, messages: Messages) -> dict[str, Any]:
-        """The prompt that `chat` makes of a conversation: text and token ids."""
+    def render(
+        self, messages: Messages, tools: Sequence[Any] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The prompt that `chat` makes of a conversation: text and token ids.
+
+        Args: See `Tokenizer.apply_chat_template`; `options` are its other keywords.
+        """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: chat needs one with a chat template")
-        text = tokenizer.apply_chat_template(messages)
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         # The template has written BOS where it belongs.
         ids = tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}

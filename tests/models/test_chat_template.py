@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from paged_jax.models.tokenizer import Tokenizer
 from tests.byte_tokenizer import byte_backend
@@ -255,3 +256,24 @@ def test_completions_need_no_template(toy, template):
         assert_idle(llm)
         [output] = run(llm, "Hello")
         assert len(output.outputs[0].token_ids) == 6
+
+
+def test_chat_hands_tools_and_variables_to_the_template(toy, monkeypatch):
+    from paged_jax import LLM
+    from tests.llm_harness import OPTIONS
+
+    backend = byte_backend(["<s>"], 258)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    template = "{{ bos_token }}{{ messages[0].content }} {{ tools | length }} {{ thinking }}"
+    tokenizer = Tokenizer(backend, special_tokens={"bos_token": "<s>"}, chat_template=template)
+    options = {"tools": [{}, {}], "chat_template_kwargs": {"thinking": False}}
+    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+        monkeypatch.setattr(llm, "generate", lambda prompts, *_, **__: prompts)
+        [prompt] = llm.chat(HELLO, **options)
+        assert prompt["prompt"] == "<s>Hello 2 False"
+        assert prompt["prompt_token_ids"] == tokenizer.encode("Hello 2 False")
+        assert prompt["prompt_token_ids"].count(0) == 1
+        assert llm.chat([HELLO, HELLO], **options) == [prompt, prompt]
+        assert llm.render(HELLO, [{}, {}], thinking=False) == prompt
