@@ -158,7 +158,8 @@ def _fetch(
         is_offline = constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
         raise DownloadError(
-            f"model {name} is not in the cache ({constants.HF_HUB_CACHE}), and {reason}"
+            f"model {name} is neither a path here nor in the hub's cache "
+            f"({constants.HF_HUB_CACHE}), and {reason}"
         ) from error
     except Exception as error:  # of the HTTP library, which is not always the same
         raise DownloadError(f"cannot fetch {name} from the Hugging Face hub: {error}") from error
