@@ -62,10 +62,16 @@ def _model(name: str) -> dict[str, Any]:
     spec = read_spec(checkpoint.config)
     kept = cache_spec(spec)
     heads = (1 if kept.latent_dim else 2) * kept.num_kv_heads
+    parts = {name: value for name, value in vars(spec).items() if name not in ("layers", "norm")}
     return {
         "model": str(path),
         "architecture": ", ".join(checkpoint.config["architectures"]),
         "parameters": sum(math.prod(shape) for shape in checkpoint.shapes().values()),
+        "num_layers": spec.num_layers,
+        "num_kv_heads": kept.num_kv_heads,
+        "head_dim": kept.head_dim,
         "kv_bytes_per_token_float32": spec.num_layers * heads * kept.head_dim * 4,
-        **dataclasses.asdict(spec),
+        **parts,
+        # Layers of a kind are told once.
+        "layers": [dataclasses.asdict(layer) for layer in dict.fromkeys(spec.layers)],
     }

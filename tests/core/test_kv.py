@@ -344,9 +344,12 @@ def test_packed_refuses_heads_that_do_not_fill_a_row(head_dim):
         core.kv_shape(spec, N, 4, "packed")
 
 
-def test_layouts_not_built_are_refused():
-    with pytest.raises(NotImplementedError, match="is not built yet; use 'split'"):
+def test_a_latent_pool_needs_latent_heads_and_they_need_it():
+    with pytest.raises(ValueError, match="must have a model with latent heads; use 'split'"):
         core.create_kv_cache(SMALL.spec, N, 4, "float32", "latent")
+    spec = CacheSpec(num_layers=2, num_kv_heads=1, head_dim=24, latent_dim=16)
+    with pytest.raises(ValueError, match="must be 'latent' for a model with latent heads"):
+        core.create_kv_cache(spec, N, 4, "float32", "split")
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float64", "float8_e4m3b11fnuz"])
@@ -402,6 +405,15 @@ def test_quantising_saturates(rng):
         assert np.isfinite(numbers.astype(jnp.float32)).all()
         assert np.isfinite(scales).all()
         assert numbers[0, 0] > 0 > numbers[0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 1e-37])
+def test_heads_too_small_for_a_scale_are_zero(dtype, size):
+    heads = np.float32([[size, 0.0, -size]])
+    numbers, scales = jax.jit(core.quantize, static_argnums=1)(heads, jnp.dtype(dtype))
+    np.testing.assert_array_equal(scales, 1.0)
+    np.testing.assert_array_equal(numbers.astype(jnp.float32), 0.0)
 
 
 def test_a_list_of_no_copies_is_fine():

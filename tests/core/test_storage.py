@@ -338,7 +338,7 @@ def test_a_format_of_the_future_is_refused(tmp_path):
 
 
 def test_a_layout_that_does_not_fit_is_refused(checkpoints):
-    with pytest.raises(NotImplementedError, match="latent"):
+    with pytest.raises(ValueError, match="latent"):
         core.restore_cache(checkpoints / "split", layout="latent")
 
 
