@@ -8,9 +8,20 @@ from paged_jax.shapes import ceil_div
 
 # Options with one value today. They are fields so that code written for vLLM says what it relies
 # on, and any other value is refused rather than ignored.
-_ONLY: dict[str, Any] = {
-    "tensor_parallel_size": 1,
-    "kv_cache_dtype": "auto",
+_ONLY: dict[str, Any] = {"tensor_parallel_size": 1}
+
+# What pools are called here and by vLLM and JAX; None is the dtype of the model.
+_KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2",
 }
 
 
@@ -22,7 +33,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Most tokens of a request, prompt and output; None: 2048 or less where the model has less."""
     block_size: int | None = None
-    """Token positions per KV block; None: 16 (64 on TPU)."""
+    """Token positions per KV block; None: 16 (on TPU 64 or 128)."""
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -54,8 +65,10 @@ class EngineConfig:
     """Plan and issue a dispatch before the tokens of the one before have been read."""
     max_step_retries: int = 2
     """Failures in a row, without a token in between, after which the requests of a dispatch end."""
-    tensor_parallel_size: int = 1
     kv_cache_dtype: str = "auto"
+    """Of keys and values in the pool: the model's; "float32", "bfloat16", "float16"; or "int8",
+    "fp8_e4m3" ("fp8") or "fp8_e5m2" with a scale per token and head."""
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name, value in _ONLY.items():
@@ -77,6 +90,11 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}"
                 )
+        given = self.kv_cache_dtype
+        if not isinstance(given, str) or given not in _KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype ({given!r}) must be one of {', '.join(_KV_CACHE_DTYPES)}"
+            )
         space = self.swap_space
         if isinstance(space, bool) or not isinstance(space, (int, float)) or not space >= 0:
             raise ValueError(f"swap_space ({space!r}) must be a number of GiB of at least 0")
@@ -107,6 +125,11 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization ({fraction!r}) must be a number in (0, 1]")
         if self.warmup not in ("lazy", "all"):
             raise ValueError(f"warmup ({self.warmup!r}) must be 'lazy' or 'all'")
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """Name in JAX of `kv_cache_dtype`; None for that of the model."""
+        return _KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "EngineConfig":

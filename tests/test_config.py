@@ -1,15 +1,17 @@
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from paged_jax.config import EngineConfig, ResolvedConfig
+from paged_jax.core import kv
 
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 
 # Option, its only value, and values that code written for vLLM may bring.
 ONE_VALUE = [
     ("tensor_parallel_size", 1, 2),
-    ("kv_cache_dtype", "auto", "fp8"),
 ]
 SIZES = [
     "max_model_len",
@@ -24,6 +26,20 @@ SWITCHES = ["strict_compile", "debug", "enable_prefix_caching", "overlap"]
 NAMED = {
     "scheduling_policy": ["fcfs", "priority"],
     "preemption_mode": ["recompute", "swap", "auto"],
+}
+
+
+KV_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e5m2": "float8_e5m2",
 }
 
 
@@ -50,6 +66,20 @@ def test_an_option_with_one_value_takes_it_and_refuses_others(name, only, other)
         EngineConfig(**{name: other})
     assert repr(other) in str(caught.value)
     assert f"use {only!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "expected"), KV_DTYPES.items())
+def test_a_kv_dtype_has_the_names_of_vllm_and_jax(name, expected):
+    assert EngineConfig(kv_cache_dtype=name).kv_dtype == expected
+    assert expected is None or jnp.dtype(expected).name in kv.KV_DTYPES
+
+
+@pytest.mark.parametrize("value", ["fp8_e3m4", "INT8", "", None, 8, np.dtype("int8"), ["int8"]])
+def test_an_unknown_kv_dtype_is_refused_with_what_there_is(value):
+    with pytest.raises(ValueError, match="kv_cache_dtype") as caught:
+        EngineConfig(kv_cache_dtype=value)
+    assert repr(value) in str(caught.value)
+    assert str(caught.value).endswith("one of " + ", ".join(KV_DTYPES))
 
 
 @pytest.mark.parametrize("name", SIZES)

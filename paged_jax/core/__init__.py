@@ -17,6 +17,7 @@ from paged_jax.core.kv import (
     gather,
     kv_shape,
     quantize,
+    scales_shape,
     to_pool,
     write,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "restore_cache",
     "retain",
     "save_cache",
+    "scales_shape",
     "share",
     "slot_mapping",
     "swap_in",

@@ -223,13 +223,16 @@ def quantize(heads: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     Args:
       heads: [..., D].
       dtype: int8, float8_e4m3fn or float8_e5m2.
-    Returns: ([..., D] in `dtype`, f32 [...]); infinities saturate.
+    Returns: ([..., D] in `dtype`, f32 [...]); infinities saturate, and heads whose factor would be
+      subnormal become zero.
     """
     is_int = jnp.issubdtype(dtype, jnp.integer)
     largest = jnp.float32(jnp.iinfo(dtype).max if is_int else jnp.finfo(dtype).max)
     heads = heads.astype(jnp.float32)
     magnitude = jnp.minimum(jnp.max(jnp.abs(heads), axis=-1), jnp.finfo(jnp.float32).max)
-    scale = jnp.where(magnitude > 0.0, magnitude / largest, 1.0)
+    scale = magnitude / largest
+    # A subnormal factor is zero where they are flushed, and 0 / 0 is NaN.
+    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
     scaled = jnp.clip(heads / scale[..., None], -largest, largest)
     return (jnp.round(scaled) if is_int else scaled).astype(dtype), scale
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Listed
 from os import PathLike
 from typing import Any
 
+import jax.numpy as jnp
+
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.engine import lifecycle, snapshot
@@ -51,7 +53,8 @@ class Engine(Loop):
           max_position: Most positions of the model; None: any number.
         Raises: ValueError for options that contradict each other or the model.
         """
-        kv_dtype, self.vocab_size = probe(model)
+        model_dtype, self.vocab_size = probe(model)
+        kv_dtype = model_dtype if config.kv_dtype is None else jnp.dtype(config.kv_dtype)
         self.config: ResolvedConfig = resolve(config, model.cache_spec(), kv_dtype, max_position)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = Runner(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig, ResolvedConfig
-from paged_jax.core import CacheSpec, kv_shape
+from paged_jax.core import CacheSpec, kv_shape, scales_shape
 from paged_jax.shapes import ceil_div
 
 _logger = logging.getLogger("paged_jax")
@@ -43,6 +43,11 @@ def resolve(
     block_size = config.block_size or _default_block_size(platform, spec, kv_dtype)
     if platform == "tpu" and block_size % 8:
         raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
+    if platform == "tpu" and np.dtype(kv_dtype).itemsize == 1 and block_size % 128:
+        raise ValueError(
+            f"block_size ({block_size}) must be a multiple of 128 on TPU where "
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}"
+        )
     if platform == "tpu" and np.dtype(kv_dtype) == np.float16:
         raise NotImplementedError("TPU kernels do not read float16 pools; use bfloat16")
     tokens = config.max_num_batched_tokens
@@ -50,7 +55,7 @@ def resolve(
         # A CPU is at its limit with far fewer tokens, and padding costs it more.
         tokens = max(config.max_num_seqs, 512 if platform == "cpu" else 2048)
 
-    block_bytes = math.prod(kv_shape(spec, 1, block_size)) // 2 * np.dtype(kv_dtype).itemsize
+    block_bytes = _block_bytes(spec, block_size, kv_dtype)
     most_blocks = config.max_num_seqs * ceil_div(model_len, block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
@@ -101,6 +106,13 @@ def resolve(
         decode_steps=config.decode_steps,
         swap_blocks=int(config.swap_space * 2**30) // block_bytes,
     )
+
+
+def _block_bytes(spec: CacheSpec, block_size: int, kv_dtype: Any) -> int:
+    """Bytes of one block over all layers, scales included."""
+    shape, scales = kv_shape(spec, 1, block_size), scales_shape(spec, 1, block_size, kv_dtype)
+    # Both are of two blocks, the null block and one more.
+    return (math.prod(shape) * np.dtype(kv_dtype).itemsize + math.prod(scales) * 4) // 2
 
 
 def _default_block_size(platform: str, spec: CacheSpec, kv_dtype: Any) -> int:

@@ -262,7 +262,7 @@ def _placed(tree: Any) -> Any:
 
 
 def probe(model: PagedModel) -> tuple[Any, int]:
-    """KV dtype and vocabulary size of a model on the protocol, without running it."""
+    """Dtype of hidden states and vocabulary size of a model on the protocol, without running it."""
     spec = model.cache_spec()
 
     def run() -> tuple[jax.Array, jax.Array]:

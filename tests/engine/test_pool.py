@@ -32,6 +32,34 @@ def test_bytes_hold_the_pool_and_its_null_block():
         assert cache.kv.nbytes == count * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("latent_dim", [0, 8])
+def test_scales_count(name, latent_dim):
+    spec = CacheSpec(num_layers=2, num_kv_heads=1, head_dim=12, latent_dim=latent_dim)
+    options = EngineConfig(
+        kv_cache_dtype=name,
+        kv_cache_memory_bytes=100_000,
+        max_num_seqs=2048,
+        max_num_batched_tokens=2048,
+    )
+    dtype = jnp.dtype(options.kv_dtype)
+    config = pool.resolve(options, spec, dtype, None)
+    cache = core.create_kv_cache(spec, config.num_blocks, config.block_size, dtype)
+    rows = 1 if latent_dim else 2
+    assert cache.block_bytes == 2 * 16 * (rows * 12 + 2 * 4)
+    assert 0 <= 100_000 - cache.pool_bytes < cache.block_bytes
+    assert config.swap_blocks == 4 * 2**30 // cache.block_bytes
+
+
+def test_8_bit_blocks_on_tpu_have_whole_lanes_of_scales(monkeypatch):
+    monkeypatch.setattr(pool.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(pool, "_free_bytes", lambda platform: None)
+    options = {"num_blocks": 4, "kv_cache_dtype": "int8"}
+    assert pool.resolve(EngineConfig(**options), SPEC, np.int8, None).block_size == 128
+    with pytest.raises(ValueError, match=r"block_size \(64\) must be a multiple of 128 on TPU"):
+        pool.resolve(EngineConfig(**options, block_size=64), SPEC, np.int8, None)
+
+
 def test_no_more_blocks_than_can_be_used():
     config = resolve(kv_cache_memory_bytes=2**40, max_num_seqs=3, max_model_len=100)
     assert config.num_blocks == 3 * 7
