@@ -36,13 +36,16 @@ class ChatTemplate:
             tree = _environment().parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template failed: {_one_line(error)}") from error
-        asked = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node)}
+        asked = {test.name for test in tree.find_all(nodes.Test) if _is(test.node, "content")}
         self._takes_none = "none" in asked
         self._takes_parts = any(
-            _is_content(_unfiltered(loop.iter)) for loop in tree.find_all(nodes.For)
+            _is(_unfiltered(loop.iter), "content") for loop in tree.find_all(nodes.For)
         )
         # Without that question the loop would run over the characters of a string.
         self._takes_text = "string" in asked or not self._takes_parts
+        # DeepSeek's templates add the arguments of calls to text.
+        sums = list(tree.find_all(nodes.Add))
+        self._takes_json = any(_is(side, "arguments") for s in sums for side in (s.left, s.right))
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Text of a conversation.
@@ -69,7 +72,7 @@ class ChatTemplate:
         known = {key: value for key, value in message.items() if value is not None}
         if "tool_calls" in known:
             calls = _listed(f"{place}['tool_calls']", known["tool_calls"])
-            known["tool_calls"] = [_tool_call(where, call) for where, call in calls]
+            known["tool_calls"] = [self._tool_call(where, call) for where, call in calls]
         elif "content" not in message:
             raise ValueError(f"{place}['content'] must be {_CONTENT}")
         return known | {"content": self._content(f"{place}['content']", message.get("content"))}
@@ -85,6 +88,27 @@ class ChatTemplate:
             raise ValueError(f"{place} must be {_CONTENT}")
         parts = [_text_part(where, part) for where, part in _listed(place, content)]
         return parts if self._takes_parts else "\n".join(part["text"] for part in parts)
+
+    def _tool_call(self, place: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The call with its arguments in the template's form: an object, seldom JSON."""
+        if "function" in call:
+            function = call["function"]
+            if not isinstance(function, Mapping):
+                raise ValueError(f"{place}['function'] must be a mapping")
+            return {**call, "function": self._tool_call(f"{place}['function']", function)}
+        given = call.get("arguments")
+        arguments = {} if given is None else given
+        if isinstance(given, str):
+            try:
+                arguments = json.loads(given) if given.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}['arguments'] is no JSON: {error}") from error
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"{place}['arguments'] must be a JSON object")
+        if self._takes_json:
+            is_json = isinstance(given, str) and given.strip()
+            return {**call, "arguments": given if is_json else _tojson(arguments)}
+        return {**call, "arguments": arguments}
 
 
 _CONTENT = "a string, a list of text parts, or None"
@@ -109,39 +133,19 @@ def _text_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     return dict(part)
 
 
-def _tool_call(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as an object: OpenAI writes them as JSON, templates do."""
-    if "function" in call:
-        function = call["function"]
-        if not isinstance(function, Mapping):
-            raise ValueError(f"{place}['function'] must be a mapping")
-        return {**call, "function": _tool_call(f"{place}['function']", function)}
-    arguments = call.get("arguments")
-    if arguments is None:
-        arguments = {}
-    elif isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise ValueError(f"{place}['arguments'] is no JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"{place}['arguments'] must be a JSON object")
-    return {**call, "arguments": arguments}
-
-
 def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
     while isinstance(node, nodes.Filter):
         node = node.node
     return node
 
 
-def _is_content(node: nodes.Node | None) -> bool:
-    """Whether an expression is a message's content, or a variable named so."""
+def _is(node: nodes.Node | None, name: str) -> bool:
+    """Whether an expression is a field of something, or a variable named like it."""
     match node:
-        case nodes.Getattr(attr="content") | nodes.Name(name="content"):
-            return True
-        case nodes.Getitem(arg=nodes.Const(value="content")):
-            return True
+        case nodes.Getattr(attr=found) | nodes.Name(name=found):
+            return found == name
+        case nodes.Getitem(arg=nodes.Const(value=found)):
+            return found == name
     return False
 
 

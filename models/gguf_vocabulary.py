@@ -6,8 +6,9 @@ Two kinds, by `tokenizer.ggml.model`:
   `merges`.
 - `llama`: SentencePiece's BPE. The whole text, spaces written as U+2581, is merged from characters:
   again and again the two neighbours whose union is the token with the best of `scores`. Characters
-  that are no token are written as the tokens of their bytes. There is a space in front of the text
-  unless `add_space_prefix` is false, as for Gemma.
+  that are no token are written as the tokens of their bytes. There is a space in front of the text,
+  and in front of what follows a special token in it, unless `add_space_prefix` is false, as for
+  Gemma.
 
 Source: the GGUF specification, docs/gguf.md of ggml-org/ggml; defaults and details where it says
 nothing, src/llama-vocab.cpp of ggml-org/llama.cpp.

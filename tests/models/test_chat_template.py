@@ -96,6 +96,19 @@ def test_arguments_of_tool_calls_are_objects():
     assert CALL["function"]["arguments"] == '{"a": [1, 2]}'  # the caller's are not changed
 
 
+def test_arguments_are_json_where_a_template_adds_them_to_text():
+    template = (
+        "{% for c in messages[0]['tool_calls'] %}"
+        "{{ c['function']['name'] + ' ' + c['function']['arguments'] + ';' }}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": given}} for given in ('{"a":1}', {"é": 2}, "")]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    assert render(template, messages) == 'f {"a":1};f {"é": 2};f {};'
+    calls[0]["function"]["arguments"] = "[1]"
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        render(template, messages)
+
+
 def test_an_answer_of_a_tool_reaches_the_template():
     messages = [
         *HELLO,
@@ -175,6 +188,7 @@ def saying(content):
             calling(function={"arguments": "[1]"}),
             r"\['function'\]\['arguments'\] must be a JSON ob",
         ),
+        (calling(arguments="[" * 100_000), r"\['arguments'\] is no JSON: "),
         (calling(arguments="0"), r"\['tool_calls'\]\[0\]\['arguments'\] must be a JSON object"),
         ([HELLO[0] | {"tool_calls": "x"}], r"\['tool_calls'\] must be a list, not str"),
         ([HELLO[0] | {"tool_calls": ["x"]}], r"\['tool_calls'\]\[0\] must be a mapping, not str"),

@@ -222,7 +222,7 @@ def test_a_space_stands_before_every_text():
     space, a, spaced_a = (tokenizer.vocab_size - i for i in (3, 2, 1))
     assert tokenizer.encode("aa") == [1, spaced_a, a]  # BOS unless the file says otherwise
     assert tokenizer.encode(" a") == [1, space, spaced_a]
-    # As SentencePiece has it where special tokens cut a text.
+    # Behind special tokens too, as llama.cpp has it.
     assert tokenizer.encode("a</s>a") == [1, spaced_a, 2, spaced_a]
     assert tokenizer.encode("") == [1]
     assert tokenizer.decode([1, spaced_a, 2, spaced_a]) == "a a"
@@ -282,6 +282,9 @@ def test_control_tokens_are_hidden_and_user_defined_ones_shown():
 def test_every_end_token_is_reported():
     tokenizer = tokenizer_from_gguf(metadata(eot_token_id=0, eom_token_id=2))
     assert tokenizer.eos_token_ids == (2, 0)
+    alone = tokenizer_from_gguf(metadata(bos_token_id=None))
+    assert alone.eos_token_ids == (2,)
+    assert alone.bos_token_id is None
 
 
 def with_control(*texts, **values):
