@@ -40,9 +40,9 @@ def rope_spec(
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     max_position = int(config.get("max_position_embeddings") or 2048)
     original = (
-        found.get("original_max_position_embeddings")
-        or config.get("original_max_position_embeddings")
-        or (8192 if kind == "llama3" else max_position)
+        config.get("original_max_position_embeddings")
+        or found.get("original_max_position_embeddings")
+        or max_position
     )
     if kind == "dynamic":
         original = max_position  # it grows from there, whatever else a config says
@@ -51,6 +51,10 @@ def rope_spec(
         if kind in ("linear", "dynamic", "llama3"):
             raise ValueError(f"rope type {kind!r} needs rope_parameters.factor")
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            if not found.get(key):
+                raise ValueError(f"rope type 'longrope' needs rope_parameters.{key}")
     fraction = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return RopeSpec(
         theta=float(found.get("rope_theta") or 10000.0),
