@@ -20,11 +20,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a `.gguf` file or a safetensors directory.
+    """Opens a `.gguf` file, or a directory of safetensors or of Orbax.
 
     Raises: ValueError that names the path and the reason.
     """
     if path.is_dir():
+        from paged_jax.models.orbax import is_orbax, open_orbax
+
+        if is_orbax(path):
+            return open_orbax(path)
         from paged_jax.models.safetensors import open_directory
 
         return open_directory(path)

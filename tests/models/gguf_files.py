@@ -135,7 +135,26 @@ def tensors_of(config, hf_tensors):
     for length in ("long", "short"):
         if factors := rope.get(f"{length}_factor"):
             tensors[f"rope_factors_{length}.weight"] = np.asarray(factors, np.float32)
+    if rope.get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = llama3_divisors(rope, config["head_dim"])
     return tensors
+
+
+def llama3_divisors(rope, head_dim):
+    """What the converter writes of Llama 3.1's bands: a divisor per frequency."""
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (i / head_dim)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.asarray(divisors, np.float32)
 
 
 def write_file(path, family, metadata, tensors, kind="F32"):

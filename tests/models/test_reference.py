@@ -12,10 +12,17 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.models.registry import ARCHITECTURES
 from paged_jax.sampling_params import SamplingParams
-from tests.models.tiny import LENGTHS, NAMES, TOLERANCE, assert_logits, config, expected, model
-
-IN_SHORT_SET = ("deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama")
-"""Each part of a decoder at least once; the others run with the marker `exhaustive`."""
+from tests.models.tiny import (
+    IN_SHORT_SET,
+    LENGTHS,
+    NAMES,
+    TOLERANCE,
+    assert_logits,
+    config,
+    expected,
+    model,
+    short_set_first,
+)
 
 
 def test_every_architecture_has_a_reference():
@@ -48,10 +55,7 @@ def test_paged_logits_equal_the_reference(name):
         assert_logits(logits[starts[row] : starts[row + 1]], name, length)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in IN_SHORT_SET else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES],
-)
+@pytest.mark.parametrize("name", short_set_first())
 def test_dense_logits_equal_the_reference(name):
     dense = jax.jit(lambda tokens: model(name)(tokens))
     for length in (17, 40):

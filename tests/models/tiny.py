@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.load import load_model, open_checkpoint
@@ -13,8 +14,17 @@ from paged_jax.models.load import load_model, open_checkpoint
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir() if path.is_dir())
 LENGTHS = (1, 5, 17, 40)
+IN_SHORT_SET = ("deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama")
+"""Each part of a decoder at least once; the others run with the marker `exhaustive`."""
 TOLERANCE = 3e-4
 """Of logits, relative to the largest magnitude; seen are 1e-6."""
+
+
+def short_set_first() -> list[Any]:
+    """All names as parameters, those outside the short set marked."""
+    return [
+        n if n in IN_SHORT_SET else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES
+    ]
 
 
 @functools.cache
