@@ -22,7 +22,7 @@ def _gpt2(values: Mapping[str, Any]) -> DecoderSpec:
         num_kv_heads=heads,
         head_dim=head_dim,
         rope=None,
-        sm_scale=head_dim**-0.5 if config.flag("scale_attn_weights", default=True) else 1.0,
+        sm_scale=None if config.flag("scale_attn_weights", default=True) else 1.0,
         has_qkv_bias=True,
         has_out_bias=True,
     )

@@ -12,6 +12,7 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.models.registry import ARCHITECTURES
 from paged_jax.sampling_params import SamplingParams
+from tests.models.table import PAGE, table
 from tests.models.tiny import (
     IN_SHORT_SET,
     LENGTHS,
@@ -99,3 +100,8 @@ def test_the_engine_gives_the_reference_tokens(name, block_size, budget):
         logprob = last[first] - np.log(np.sum(np.exp(last - last.max()))) - last.max()
         error = abs(answer.logprobs[0][first].logprob - logprob)
         assert error < TOLERANCE * np.max(np.abs(last))
+
+
+def test_the_table_of_the_documentation_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert table() in page, "run python -m tests.models.table"
