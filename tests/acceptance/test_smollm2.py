@@ -8,8 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import save_file
 
 from paged_jax import LLM, SamplingParams
+from paged_jax.models.load import load_model, open_checkpoint
+from paged_jax.models.registry import architecture
+from paged_jax.models.weights import sources
 from tests.beam_rows import smollm2_rows
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "smollm2.json").read_text())["rows"]
@@ -80,3 +85,34 @@ def test_prompts_render_and_encode_as_the_reference(smollm2_path):
         if row["kind"] == "chat":
             message = {"role": "user", "content": row["prompt"]}
             assert tokenizer.apply_chat_template([message]) == row["rendered"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_safetensors_export_gives_the_same_model(smollm2_path, tmp_path):
+    """Same spec and parameters as through GGUF, so same tokens; in two shards."""
+    checkpoint = open_checkpoint(smollm2_path)
+    model = load_model(checkpoint, "float32")
+    by_parameter = sources(model.spec, architecture(checkpoint.config).names)
+    shards: tuple[dict, dict] = ({}, {})
+    parameters = nnx.to_flat_state(nnx.state(model))
+    for i, (path, variable) in enumerate(parameters):
+        source = by_parameter[".".join(map(str, path))]
+        arrays = source.split(np.asarray(variable[...]))
+        shards[i % 2].update(
+            (tensor.name, np.ascontiguousarray(array))
+            for tensor, array in zip(source.tensors, arrays, strict=True)
+        )
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        save_file(shard, tmp_path / f"{i}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"{i}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config))
+    exported = load_model(open_checkpoint(tmp_path), "float32")
+    assert exported.spec == model.spec
+    for (path, ours), (_, theirs) in zip(
+        nnx.to_flat_state(nnx.state(exported)), parameters, strict=True
+    ):
+        np.testing.assert_array_equal(ours[...], theirs[...], err_msg=str(path))
