@@ -181,7 +181,7 @@ class SelfAttention(nnx.Module):
         v = self._in_heads(v)
         if rotation is not None and spec.rope is not None:
             q, k = rotate(q, rotation, spec.rope), rotate(k, rotation, spec.rope)
-        sinks = None if self.sinks is None else self.sinks[...]
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         out, cache = self.attend(q, k, v, layer=layer, batch=batch, cache=cache, sinks=sinks)
         return self.out(out.reshape(*x.shape[:-1], -1)), cache
 

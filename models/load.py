@@ -1,6 +1,7 @@
 """From a checkpoint to a model on the device."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 
 from paged_jax.models.architecture import Names
 from paged_jax.models.checkpoint import Checkpoint
@@ -40,7 +42,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: str = "auto", *, max_model_len: int | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    *,
+    max_model_len: int | None = None,
+    sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
 ) -> Decoder:
     """Builds the model that a checkpoint describes and fills in its weights.
 
@@ -49,6 +55,8 @@ def load_model(
       dtype: "auto" takes the config's dtype; on CPU float32, which is the fastest there.
       max_model_len: Longest sequence that will be served; None: the model's. Rotary frequencies
         for long contexts are chosen by it.
+      sharding: Where a parameter goes, by its path ("blocks.0.attention.qkv.weight") and shape; it
+        is never whole on a device that holds a part. None: all on the default device.
     Raises: ValueError for an unknown architecture, dtype, or a missing, surplus or misshapen
       tensor, which it names.
     """
@@ -63,10 +71,13 @@ def load_model(
     graphdef, state = nnx.split(abstract)
     filled = []
     for path, variable in nnx.to_flat_state(state):
-        source = by_parameter[".".join(map(str, path))]
+        name = ".".join(map(str, path))
+        source = by_parameter[name]
         arrays = [np.asarray(checkpoint.read(stored[name])) for name, _ in source.tensors]
         joined = source.join(arrays).astype(variable.dtype)
-        filled.append((path, variable.replace(jnp.asarray(joined))))
+        where = None if sharding is None else sharding(name, joined.shape)
+        placed = jnp.asarray(joined) if where is None else jax.device_put(joined, where)
+        filled.append((path, variable.replace(placed)))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.models.load import load_model, open_checkpoint
@@ -78,9 +79,7 @@ def test_an_untied_model_without_a_head_is_refused(checkpoint):
 
 def test_unknown_architectures_and_rope_types_list_what_is_supported(checkpoint):
     path = checkpoint(config={"architectures": ["BertModel"]})
-    with pytest.raises(
-        ValueError, match=r"BertModel is not supported; supported: Deepseek"
-    ):
+    with pytest.raises(ValueError, match=r"BertModel is not supported; supported: Deepseek"):
         load_model(open_checkpoint(path))
     shutil.rmtree(path)
     path = checkpoint(config={"rope_parameters": {"rope_type": "spiral"}})
@@ -143,3 +142,20 @@ def test_broken_files_are_refused_in_one_line(tmp_path):
         open_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
         open_checkpoint(tmp_path / "nothing")
+
+
+def test_parameters_go_straight_to_their_shards():
+    mesh = jax.make_mesh((4,), ("tp",), devices=jax.devices()[:4])
+    whole = model("llama")
+    seen = []
+
+    def sharding(name, shape):
+        seen.append(name)
+        is_matrix = len(shape) == 2 and shape[0] % 4 == 0
+        return NamedSharding(mesh, PartitionSpec("tp" if is_matrix else None))
+
+    loaded = load_model(open_checkpoint(TINY / "llama"), sharding=sharding)
+    qkv = loaded.blocks[0].attention.qkv.weight[...]
+    assert "blocks.0.attention.qkv.weight" in seen
+    assert qkv.addressable_shards[0].data.shape == (qkv.shape[0] // 4, qkv.shape[1])
+    np.testing.assert_array_equal(qkv, whole.blocks[0].attention.qkv.weight[...])
