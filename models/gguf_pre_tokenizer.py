@@ -33,7 +33,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
     Raises: ValueError if it is unknown; the message lists the known ones.
     """
-    if name not in _BY_NAME:
+    if not isinstance(name, str) or name not in _BY_NAME:
         known = ", ".join(sorted(_BY_NAME))
         raise ValueError(f"GGUF pre-tokenizer {name!r} is not supported (supported: {known})")
     return _BY_NAME[name]

@@ -40,15 +40,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     Raises: ValueError if its kind is unsupported, a key is missing, or keys contradict each other.
     """
     kind = _value(metadata, "model")
-    if kind not in _BUILDERS:
+    if not isinstance(kind, str) or kind not in _BUILDERS:
         known = ", ".join(map(repr, _BUILDERS))
         raise ValueError(f"GGUF tokenizer {kind!r} is not supported (supported: {known})")
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_value(metadata, "tokens"))]
+    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(_list(metadata, "tokens", str))]
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if vocab[token] != i)
         raise ValueError(f"GGUF tokenizer has the token {twice!r} twice")
-    kinds = _value(metadata, "token_type", [_NORMAL] * len(tokens))
+    kinds = _list(metadata, "token_type", int, [_NORMAL] * len(tokens))
     if len(kinds) < len(tokens):
         raise ValueError(f"GGUF tokenizer has {len(kinds)} token types for {len(tokens)} tokens")
     ids = _role_ids(metadata, kind, len(tokens))
@@ -86,12 +86,12 @@ def _role_ids(metadata: Mapping[str, Any], kind: str, num_tokens: int) -> dict[s
         token_id = _value(metadata, f"{name}_token_id", None)
         if token_id is None:
             continue
-        if 0 <= token_id < num_tokens:
+        if isinstance(token_id, int) and 0 <= token_id < num_tokens:
             ids[role] = token_id
         elif role in ("unk", "pad"):
             ids.pop(role, None)  # files exist that name one past the last for none
         else:
-            raise ValueError(f"GGUF tokenizer names token {token_id} of {num_tokens}")
+            raise ValueError(f"GGUF tokenizer names token {token_id!r:.80} of {num_tokens}")
     return {role: token_id for role, token_id in ids.items() if token_id < num_tokens}
 
 
@@ -106,7 +106,7 @@ def _byte_level(
     # A token may begin with the space that separates the two.
     merges = [
         (merge[:cut], merge[cut + 1 :])
-        for merge in _value(metadata, "merges")
+        for merge in _list(metadata, "merges", str)
         for cut in [merge.find(" ", 1)]
     ]
     try:
@@ -130,7 +130,7 @@ def _sentencepiece(
     ids: Mapping[str, int],
 ) -> tuple[Encoder, bool]:
     """The same for `llama`."""
-    scores = _value(metadata, "scores")
+    scores = _list(metadata, "scores", int | float)
     if len(scores) < len(vocab):
         raise ValueError(f"GGUF tokenizer has {len(scores)} scores for {len(vocab)} tokens")
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
@@ -182,6 +182,8 @@ def _chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     names = [name for name in metadata.get("tokenizer.chat_templates", []) if name != "default"]
     found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
     named = {name: template for name, template in found.items() if template is not None}
+    if wrong := [one for one in (default, *named.values()) if not isinstance(one, str | None)]:
+        raise ValueError(f"GGUF chat template ({wrong[0]!r:.80}) must be text")
     if not named:
         return default
     return named if default is None else {"default": default} | named
@@ -192,3 +194,11 @@ def _value(metadata: Mapping[str, Any], name: str, default: Any = ...) -> Any:
     if value is ...:
         raise ValueError(f"GGUF metadata key tokenizer.ggml.{name} is missing")
     return value
+
+
+def _list(metadata: Mapping[str, Any], name: str, kind: Any, default: Any = ...) -> list[Any]:
+    """A value whose items are of one type."""
+    items = _value(metadata, name, default)
+    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
+        raise ValueError(f"GGUF metadata key tokenizer.ggml.{name} holds items of a wrong type")
+    return items

@@ -62,11 +62,12 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         # Older files; their tokens stand in the newer one too, unless somebody removed them.
         settings = _read_json(directory / "special_tokens_map.json") | config
-        tokens = {
-            key: value["content"] if isinstance(value, dict) else value
+        texts = {
+            key: value.get("content") if isinstance(value, dict) else value
             for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
+            if key.endswith("_token")
         }
+        tokens = {key: text for key, text in texts.items() if isinstance(text, str)}
         bos, eos = (encoder.token_to_id(tokens.get(f"{role}_token", "")) for role in ("bos", "eos"))
         # Some models leave this to their tokenizer's class in Hugging Face transformers.
         added = encoder.encode("").ids

@@ -311,6 +311,24 @@ def test_templates_are_read_by_name():
     assert tokenizer_from_gguf(values).chat_template == {"default": "d", "tool_use": "t"}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        metadata("deepseek-llm", ["a b", "ab c"], add_bos_token=True),
+        metadata("qwen2"),
+        sentencepiece(REFERENCE["pieces"]),
+        sentencepiece(REFERENCE["pieces"], add_space_prefix=False),
+    ],
+)
+def test_what_is_built_can_be_saved_as_tokenizer_json(values):
+    built = tokenizer_from_gguf(values)._backend
+    read = tokenizers.Tokenizer.from_str(built.to_str())
+    for text in ("abc  the cat, Zoë</s>日本 12\n", "", " <s>x"):
+        ids = built.encode(text).ids
+        assert read.encode(text).ids == ids
+        assert read.decode(ids) == built.decode(ids)
+
+
 BAD_ROLE = 10_000
 
 
@@ -324,6 +342,13 @@ BAD_ROLE = 10_000
         ({"tokens": [*SPECIAL, *ALPHABET], "merges": ["x y"]}, "bad merges"),
         ({"tokens": [*SPECIAL, *ALPHABET, "a"]}, "has the token 'a' twice"),
         ({"token_type": [3, 3]}, "2 token types for 260 tokens"),
+        ({"tokens": "abc"}, r"tokenizer\.ggml\.tokens holds items of a wrong type"),
+        ({"tokens": [1, 2]}, r"tokenizer\.ggml\.tokens holds items of a wrong type"),
+        ({"token_type": ["x"] * 260}, r"tokenizer\.ggml\.token_type holds items of a wrong type"),
+        ({"model": ["gpt2"]}, "is not supported"),
+        ({"pre": 3}, "is not supported"),
+        ({"eos_token_id": "x"}, "names token 'x' of 260"),
+        ({"eos_token_id": -1}, "names token -1 of 260"),
         ({"eos_token_id": BAD_ROLE}, "names token 10000 of 260"),
         ({"add_bos_token": True, "bos_token_id": None}, "adds a token it lacks: bos_token_id"),
         ({"model": "llama"}, r"tokenizer\.ggml\.scores is missing"),

@@ -46,6 +46,8 @@ def test_a_directory_reads_as_it_was_saved(directory):
         bos_token="<s>",
         eos_token={"__type": "AddedToken", "content": "</s>"},
         pad_token=None,
+        add_bos_token=True,
+        unk_token={},
         chat_template="{{ bos_token }}{{ messages[0].content }}",
     )
     tokenizer = load_tokenizer(directory)
