@@ -9,10 +9,12 @@ from typing import Any
 from paged_jax.config import EngineConfig
 from paged_jax.engine.compile_cache import use_compilation_cache
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.pool import served_length
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.hub import cache_dir, resolve_model
 from paged_jax.models.load import load_model, open_checkpoint
 from paged_jax.models.protocol import PagedModel
+from paged_jax.models.registry import read_spec
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 _logger = logging.getLogger("paged_jax")
@@ -41,10 +43,16 @@ def build_engine(
         path = resolve_model(str(model), progress=_logger.info)
         checkpoint = open_checkpoint(path)
         _logger.info("loading %s", path.name)
-        module = load_model(checkpoint, config.dtype, max_model_len=config.max_model_len)
-        own_tokenizer = checkpoint.tokenizer()
-        eos_token_ids = _eos_token_ids(checkpoint, own_tokenizer)
-        max_position = module.spec.max_position_embeddings
+        max_position = read_spec(checkpoint.config).max_position_embeddings
+        length = served_length(config.max_model_len, max_position)
+        module = load_model(checkpoint, config.dtype, max_model_len=length)
+        if tokenizer is None:
+            own_tokenizer = checkpoint.tokenizer()
+        eos_token_ids = _eos_token_ids(checkpoint)
+        if path.suffix == ".gguf" and own_tokenizer is not None:
+            # Older files name one end of sequence and leave the end of a turn to be found.
+            ends = dict.fromkeys((*eos_token_ids, *own_tokenizer.eos_token_ids))
+            eos_token_ids = tuple(ends)
         _logger.info("loaded in %.1f s", time.monotonic() - start)
     else:
         if isinstance(model, type):
@@ -77,8 +85,8 @@ def build_engine(
     )
 
 
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config, else config, else the tokenizer's."""
+def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config, else config; none: the tokenizer's are taken."""
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         if value is not None:
@@ -86,4 +94,4 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple
             if not all(isinstance(token, int) for token in ids):
                 raise ValueError(f"config eos_token_id ({value!r}) must be an id or a list of ids")
             return ids
-    return tokenizer.eos_token_ids if tokenizer else ()
+    return ()

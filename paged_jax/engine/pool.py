@@ -20,6 +20,20 @@ _TPU_COPY_BYTES = 96 * 2**10
 """A block of one layer is one copy: smaller ones take longer to issue than to arrive."""
 
 
+def served_length(max_model_len: int | None, max_position: int | None) -> int:
+    """Longest sequence that is served: what the user asked for, or what a model has up to 2048.
+
+    Raises: ValueError for more than the model's positions.
+    """
+    if max_model_len is None:
+        return min(_DEFAULT_MODEL_LEN, max_position or _DEFAULT_MODEL_LEN)
+    if max_position is not None and max_model_len > max_position:
+        raise ValueError(
+            f"max_model_len ({max_model_len}) exceeds the model's positions ({max_position})"
+        )
+    return max_model_len
+
+
 def resolve(
     config: EngineConfig, spec: CacheSpec, kv_dtype: Any, max_position: int | None
 ) -> ResolvedConfig:
@@ -33,13 +47,7 @@ def resolve(
     Raises: ValueError when an option contradicts the model or the memory.
     """
     platform = jax.default_backend()
-    model_len = config.max_model_len
-    if model_len is None:
-        model_len = min(_DEFAULT_MODEL_LEN, max_position or _DEFAULT_MODEL_LEN)
-    elif max_position is not None and model_len > max_position:
-        raise ValueError(
-            f"max_model_len ({model_len}) exceeds the model's positions ({max_position})"
-        )
+    model_len = served_length(config.max_model_len, max_position)
     block_size = config.block_size or _default_block_size(platform, spec, kv_dtype)
     if platform == "tpu" and block_size % 8:
         raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
