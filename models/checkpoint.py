@@ -26,11 +26,12 @@ class Checkpoint(Protocol):
         """Shape of every tensor, `[out, in]` for matrices, by Hugging Face name."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor of `shapes`, in memory of its own and in the type it is stored in.
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """Reads one tensor of `shapes` into memory of its own.
 
-        Quantised ones are dequantised: float32 from GGUF, bfloat16 where that is exact.
-
+        Args:
+          dtype: What to cast it to while it is read, without a whole copy in between; None: the
+            type it is stored in, and for quantised tensors float32, or bfloat16 if that is exact.
         Raises: ValueError that names the tensor if it is no floating-point one or is unreadable.
         """
         ...

@@ -64,9 +64,7 @@ def _save_tensors(checkpoint: Checkpoint, path: Path, dtype: str | None) -> Coun
     written: Counter[str] = Counter()
 
     def read(name: str) -> np.ndarray:
-        array = checkpoint.read(name)
-        if dtype is not None:
-            array = array.astype(jnp.dtype(dtype), copy=False)
+        array = checkpoint.read(name, None if dtype is None else jnp.dtype(dtype))
         written[array.dtype.name] += array.nbytes
         return np.ascontiguousarray(array)
 

@@ -9,7 +9,8 @@ from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.gguf_config import config_of, generation_config_of
 from paged_jax.models.gguf_header import Header, Tensor, read_header
 from paged_jax.models.gguf_names import IN_CONFIG, NAMES
-from paged_jax.models.mapped import MappedFile, aligned_empty
+from paged_jax.models.host_arrays import aligned_empty
+from paged_jax.models.mapped import MappedFile
 from paged_jax.models.tokenizer import Tokenizer, tokenizer_from_gguf
 
 _FLOATS = {
@@ -80,13 +81,14 @@ class _GGUFCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         try:
-            values = _read(self._file, self._tensors[name])
             if name in self._raised:
-                values = values.astype(np.float32) - 1
+                values = _read(self._file, self._tensors[name], np.dtype(np.float32)) - 1
+                return values.astype(dtype or np.float32, copy=False)
+            values = _read(self._file, self._tensors[name], dtype)
             if name in self._num_interleaved_heads:
-                values = _split_halves(values, self._num_interleaved_heads[name])
+                return _split_halves(values, self._num_interleaved_heads[name])
         except ValueError as error:
             raise ValueError(f"cannot read tensor {name}: {error}") from error
         return values
@@ -100,18 +102,18 @@ class _GGUFCheckpoint:
 def _read_table(file: MappedFile, name: str, tensor: Tensor) -> list[float]:
     if tensor.shape != (tensor.shape[0],) or tensor.shape[0] > _MAX_TABLE_VALUES:
         raise ValueError(f"tensor {name} has shape {tensor.shape}, not one value for each pair")
-    return _read(file, tensor).astype(np.float32).tolist()
+    return _read(file, tensor, np.dtype(np.float32)).tolist()
 
 
-def _read(file: MappedFile, tensor: Tensor) -> np.ndarray:
+def _read(file: MappedFile, tensor: Tensor, dtype: np.dtype | None) -> np.ndarray:
     kind = tensor.kind
     if kind.name in _FLOATS:
-        return file.copy(tensor.begin, tensor.shape, _FLOATS[kind.name])
+        return file.read(tensor.begin, tensor.shape, _FLOATS[kind.name], dtype)
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    values = aligned_empty(tensor.shape, np.dtype(np.float32))
+    values = aligned_empty(tensor.shape, dtype or np.dtype(np.float32))
     # A row is a whole number of blocks, so rows do not matter.
     blocks = file.view(tensor.begin, tensor.begin + tensor.num_bytes).reshape(-1, block_bytes)
     flat = values.reshape(-1, block_size)
@@ -121,11 +123,10 @@ def _read(file: MappedFile, tensor: Tensor) -> np.ndarray:
         try:
             # Scales of a damaged file may be anything.
             with np.errstate(all="ignore"):
-                flat[begin : begin + step] = dequantize(part.reshape(1, -1), kind).reshape(
-                    len(part), block_size
-                )
+                dequantised = dequantize(part.reshape(1, -1), kind)
         except NotImplementedError as error:
             raise ValueError(f"tensor type {kind.name} is not supported") from error
+        flat[begin : begin + step] = dequantised.reshape(len(part), block_size)
     return values
 
 

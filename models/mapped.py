@@ -6,7 +6,7 @@ from os import PathLike
 
 import numpy as np
 
-_ALIGNMENT = 64  # bytes; JAX on CPU can take over an array that starts there instead of copying it
+from paged_jax.models.host_arrays import aligned_empty
 
 
 class MappedFile:
@@ -29,17 +29,11 @@ class MappedFile:
             raise ValueError("the file was cut after it was opened")
         return np.frombuffer(self._map, np.uint8, end - begin, begin)
 
-    def copy(self, begin: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array stored from `begin` on, in memory of its own."""
-        copied = aligned_empty(shape, dtype)
-        flat = copied.reshape(-1).view(np.uint8)
-        flat[:] = self.view(begin, begin + flat.nbytes)
+    def read(
+        self, begin: int, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype | None = None
+    ) -> np.ndarray:
+        """The array stored from `begin` on, copied, and cast if a dtype is given."""
+        end = begin + math.prod(shape) * stored.itemsize
+        copied = aligned_empty(shape, dtype or stored)
+        copied[...] = self.view(begin, end).view(stored).reshape(shape)
         return copied
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that `jax.device_put` on CPU need not copy."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.models.mapped import aligned_empty
+from paged_jax.models.host_arrays import aligned_empty
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -45,13 +45,14 @@ def shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[
     return experts, 32 * groups, rows
 
 
-def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """bfloat16 `[experts, in, out]`, exact up to its largest number and infinite beyond.
+def dequantize(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
+    """Floats `[experts, in, out]`, bfloat16 unless told otherwise.
 
-    In memory it has the rows of the stored form, `[out, in]`.
+    That is exact up to its largest number and infinite beyond. In memory the result has the rows of
+    the stored form, `[out, in]`.
     """
     experts, rows, groups, _ = blocks.shape
-    values = aligned_empty((experts, rows, 32 * groups), np.dtype(jnp.bfloat16))
+    values = aligned_empty((experts, rows, 32 * groups), dtype or np.dtype(jnp.bfloat16))
     with np.errstate(over="ignore", invalid="ignore"):
         for i in range(experts):  # float32 of one expert at a time
             pairs = _PAIRS[blocks[i]]

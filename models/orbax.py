@@ -57,11 +57,11 @@ class OrbaxCheckpoint:
         """See `Checkpoint.shapes`."""
         return {name: tuple(array.shape) for name, array in self._arrays.items()}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         """See `Checkpoint.read`."""
-        dtype = self._arrays[name].dtype
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"tensor {name} of {self._path} has dtype {dtype}, which is no float")
+        stored = self._arrays[name].dtype
+        if not jnp.issubdtype(stored, jnp.floating):
+            raise ValueError(f"tensor {name} of {self._path} has dtype {stored}, which is no float")
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
         only = ocp.args.PyTreeRestore(
             item=nested({name: self._arrays[name]}),
@@ -73,7 +73,7 @@ class OrbaxCheckpoint:
                 found = checkpointer.restore(self._tree_path, args=only)
         except Exception as error:  # as above
             raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
-        return dict(_flat(found, ()))[name]
+        return dict(_flat(found, ()))[name].astype(dtype or stored, copy=False)
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Checkpoint.tokenizer`."""

@@ -74,13 +74,13 @@ class SafetensorsCheckpoint:
         """See `Checkpoint.shapes`."""
         return dict(self._shapes)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         """See `Checkpoint.read`."""
         try:
             if name in self._quantised:
                 blocks, scales = (self._tensors[part].view() for part in self._quantised[name])
-                return mxfp4.dequantize(blocks, scales)
-            return self._tensors[name].read()
+                return mxfp4.dequantize(blocks, scales, dtype)
+            return self._tensors[name].read(dtype)
         except ValueError as error:
             raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
 
@@ -97,10 +97,10 @@ class _Tensor:
     shape: tuple[int, ...]
     begin: int  # in the file
 
-    def read(self) -> np.ndarray:
+    def read(self, dtype: np.dtype | None) -> np.ndarray:
         if self.dtype not in _FLOATS:
             raise ValueError(f"its dtype is {self.dtype}, not one of {', '.join(_FLOATS)}")
-        return self.file.copy(self.begin, self.shape, _FLOATS[self.dtype])
+        return self.file.read(self.begin, self.shape, _FLOATS[self.dtype], dtype)
 
     def view(self) -> np.ndarray:
         """The bytes of a U8 tensor."""

@@ -177,6 +177,19 @@ def test_a_large_matrix_is_dequantised_in_parts(path):
     np.testing.assert_array_equal(open_gguf(path).read(name), gguf.dequantize(quantised, stored))
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_tensors_are_cast_while_they_are_read(path, kind):
+    checkpoint = open_gguf(write_gguf(path, TINY / "gemma3", kind=kind))
+    for name in (
+        *("model.embed_tokens.weight", "model.norm.weight"),
+        *(f"{ATTENTION}q_proj.weight", f"{ATTENTION}q_norm.weight"),
+    ):
+        as_stored = checkpoint.read(name)
+        read = checkpoint.read(name, np.dtype(np.float16))
+        assert read.dtype == np.float16
+        np.testing.assert_array_equal(read, as_stored.astype(np.float16))
+
+
 def test_integers_are_no_weights(path):
     name = with_matrix(path, np.ones((4, 4), np.int32), gguf.GGMLQuantizationType.I32)
     with pytest.raises(ValueError, match=rf"cannot read tensor {name}: tensor type I32"):

@@ -65,6 +65,7 @@ def test_types_and_tokenizer_files_survive(tmp_path, source):
     converted = open_orbax(tmp_path / "new")
     assert_same(converted, open_directory(source))
     assert converted.read("model.norm.weight").dtype == jnp.bfloat16
+    assert converted.read("model.norm.weight", np.dtype(np.float32)).dtype == np.float32
     for name in (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
         "additional_chat_templates/tools.jinja",

@@ -69,6 +69,15 @@ def test_floats_keep_their_type(model, dtype):
         assert checkpoint.shapes()[name] == expected.shape
 
 
+def test_tensors_are_cast_while_they_are_read(model):
+    values = np.linspace(-2, 2, 15).reshape(3, 5).astype(np.float32)
+    save_file({"x": values}, model / "model.safetensors")
+    for dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float64)):
+        read = open_directory(model).read("x", dtype)
+        assert read.dtype == dtype
+        np.testing.assert_array_equal(read, values.astype(dtype))
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8, np.bool_])
 def test_other_types_are_listed_but_not_read(model, dtype):
     save_file({"x": np.ones(3, dtype)}, model / "model.safetensors")
@@ -328,6 +337,9 @@ def test_mxfp4_experts_are_matrices_of_floats(model):
     assert read.dtype == jnp.bfloat16
     assert read.shape == (2, 96, 6)
     np.testing.assert_array_equal(read.astype(np.float64), mxfp4_by_hand(blocks, scales))
+    wide = checkpoint.read(name, np.dtype(np.float32))
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, read.astype(np.float32))
     assert checkpoint.config == {}
 
 
