@@ -28,10 +28,13 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory.view(dtype).reshape(shape)
 
 
-def to_device(array: np.ndarray, dtype: Any) -> jax.Array:
-    """The array in another dtype on the default device.
+def to_device(array: np.ndarray, dtype: Any, where: Any = None) -> jax.Array:
+    """The array in another dtype on a device.
 
     On CPU it is the memory of `array` itself if nothing has to change: leave that alone afterwards.
+
+    Args:
+      where: A device or sharding; None: the default device.
     """
     wanted = np.dtype(dtype)
     is_ready = array.dtype == wanted and array.flags.c_contiguous
@@ -39,4 +42,4 @@ def to_device(array: np.ndarray, dtype: Any) -> jax.Array:
         placed = aligned_empty(array.shape, wanted)
         placed[...] = array
         array = placed
-    return jax.device_put(array)
+    return jax.device_put(array, where)
