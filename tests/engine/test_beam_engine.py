@@ -104,8 +104,8 @@ def test_beams_share_blocks_and_equal_transformers(roomy, row, monkeypatch):
 @pytest.mark.parametrize(
     "block_size",
     [
-        1,
         16,
+        pytest.param(1, marks=pytest.mark.exhaustive),
         *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.by_hand]) for n in (2, 4)),
     ],
 )
