@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
 from paged_jax.models.architecture import Names
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.host_arrays import to_device
 from paged_jax.models.registry import architecture, read_spec
 from paged_jax.models.spec import DecoderSpec
 from paged_jax.models.weights import Source, sources
@@ -73,11 +73,10 @@ def load_model(
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         source = by_parameter[name]
-        arrays = [np.asarray(checkpoint.read(stored[name])) for name, _ in source.tensors]
-        joined = source.join(arrays).astype(variable.dtype)
+        arrays = [checkpoint.read(stored[tensor.name], variable.dtype) for tensor in source.tensors]
+        joined = source.join(arrays)
         where = None if sharding is None else sharding(name, joined.shape)
-        placed = jnp.asarray(joined) if where is None else jax.device_put(joined, where)
-        filled.append((path, variable.replace(placed)))
+        filled.append((path, variable.replace(to_device(joined, variable.dtype, where))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
