@@ -71,7 +71,11 @@ class DecoderBlock(nnx.Module):
         normed = _apply(self.attention_norm, x)
         out, cache = self.attention(normed, rotation, layer, batch, cache)
         x = x + self._scaled(_apply(self.attention_post_norm, out))
-        out = self.mlp(_apply(self.mlp_norm, x))
+        normed = _apply(self.mlp_norm, x)
+        if isinstance(self.mlp, MoE) and batch is not None:
+            out = self.mlp(normed, batch.slots > 0)  # slot 0 takes what padding writes
+        else:
+            out = self.mlp(normed)
         return x + self._scaled(_apply(self.mlp_post_norm, out)), cache
 
     def _scaled(self, x: jax.Array) -> jax.Array:

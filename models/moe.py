@@ -78,9 +78,13 @@ class MoE(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, is_live: jax.Array | None = None) -> jax.Array:
+        """x [..., E]; of tokens that are not live (bool[T]) the result is arbitrary."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self.router(tokens)
+        if is_live is not None:
+            # Padding would wake experts that nobody needs.
+            chosen = jnp.where(is_live[:, None], chosen, chosen[:1])
         flat = chosen.reshape(-1)
         order = jnp.argsort(flat)  # stable: tokens of an expert stay in order
         experts = flat[order]
