@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.conftest import DATA
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.pool import resolve
@@ -15,6 +14,7 @@ from paged_jax.models.decoder import cache_spec
 from paged_jax.models.registry import read_spec
 from paged_jax.models.rope import inverse_frequencies, rope_spec, rotate, rotation
 from paged_jax.models.spec import RopeSpec
+from tests.conftest import DATA
 
 HEAD_DIM = 32
 CASES = json.loads((DATA / "rope.json").read_text())
