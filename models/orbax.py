@@ -21,6 +21,8 @@ from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 TREE = "orbax"
 """Directory of the tree in those that `paged-jax convert` writes."""
 
+_CHUNK_BYTES = 16 << 20  # compressed and decompressed as a whole
+
 
 def is_orbax(path: Path) -> bool:
     """Whether a directory holds an Orbax checkpoint."""
@@ -62,7 +64,7 @@ class OrbaxCheckpoint:
         stored = self._arrays[name].dtype
         if not jnp.issubdtype(stored, jnp.floating):
             raise ValueError(f"tensor {name} of {self._path} has dtype {stored}, which is no float")
-        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
         only = ocp.args.PyTreeRestore(
             item=nested({name: self._arrays[name]}),
             restore_args=nested({name: as_numpy}),
@@ -73,7 +75,7 @@ class OrbaxCheckpoint:
                 found = checkpointer.restore(self._tree_path, args=only)
         except Exception as error:  # as above
             raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
-        return dict(_flat(found, ()))[name].astype(dtype or stored, copy=False)
+        return dict(_flat(found, ()))[name]
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Checkpoint.tokenizer`."""
@@ -95,8 +97,9 @@ def save_tree(path: Path, names: Iterable[str], read: Callable[[str], np.ndarray
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, but Orbax warns without
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    in_chunks = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=in_chunks))
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

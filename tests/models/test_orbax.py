@@ -95,6 +95,9 @@ def test_tensors_are_cast_on_request(tmp_path, source, dtype):
         read = converted.read(name)
         assert read.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(read, original.read(name).astype(dtype))
+        halved = converted.read(name, np.dtype(np.float16))
+        assert halved.dtype == np.float16
+        np.testing.assert_array_equal(halved, read.astype(np.float16))
     assert converted.config["dtype"] == dtype
     assert "torch_dtype" not in converted.config
 
@@ -173,6 +176,16 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
 
     save_tree(tmp_path / "tree", map(str, range(20)), read)
     assert most <= 2  # the last one may not be collected yet
+
+
+def test_large_tensors_are_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("paged_jax.models.orbax._CHUNK_BYTES", 1000)
+    (tmp_path / "config.json").write_text("{}")
+    values = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    save_tree(tmp_path / "orbax", ["x"], lambda name: values)
+    checkpoint = open_orbax(tmp_path)
+    np.testing.assert_array_equal(checkpoint.read("x"), values)
+    assert checkpoint._arrays["x"].storage.chunk_shape != values.shape
 
 
 def test_a_directory_with_something_in_it_is_not_overwritten(tmp_path, source):
