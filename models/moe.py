@@ -108,7 +108,7 @@ class MoE(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """One linear layer per expert, weight [X, out, in]."""
+    """One linear layer per expert, weight [X, in, out], see `ops.grouped_product`."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class Experts(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        shape = (num_experts, out_features, in_features)
+        shape = (num_experts, in_features, out_features)
         weight = in_features**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.weight = nnx.Param(weight.astype(dtype))
-        self.bias = nnx.Param(jnp.zeros(shape[:2], dtype)) if has_bias else None
+        self.bias = nnx.Param(jnp.zeros((num_experts, out_features), dtype)) if has_bias else None
 
     def __call__(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """x [N, in] in the order of experts [N], `sizes` rows each; returns [N, out]."""

@@ -25,7 +25,8 @@ Tree = dict[Any, Any]
 
 
 def unpack(params: Mapping[Any, Any] | nnx.State) -> Tree:
-    """Splits `qkv` into q, k, v and `gate_up` into gate, up; matrices stay [..., out, in].
+    """Splits `qkv` into q, k, v and `gate_up` into gate, up; matrices stay as they are, [out, in],
+    and [X, in, out] those of experts.
 
     Where there is no gate, `gate_up` becomes `up`. Pure, and works under `jit`; an array that is
     sharded over a mesh gives arrays that are sharded in the same way.
@@ -57,11 +58,13 @@ def _unpacked(node: Tree) -> Tree:
     for key, value in node.items():
         if key == "qkv" and "out" in node:
             queries = node["out"]["weight"].shape[-1]
-            rest = (value["weight"].shape[-2] - queries) // 2
+            rest = (value["weight"].shape[0] - queries) // 2
             found |= _split(value, {"q": queries, "k": rest, "v": rest})
         elif key == "gate_up" and "down" in node:
-            inner = node["down"]["weight"].shape[-1]
-            is_gated = value["weight"].shape[-2] == 2 * inner
+            down = node["down"]["weight"]
+            inner = down.shape[1]  # [out, in], or [X, in, out]
+            rows = value["weight"].shape[_rows_axis("weight", value["weight"])]
+            is_gated = rows == 2 * inner
             found |= _split(value, {"gate": inner, "up": inner} if is_gated else {"up": inner})
         else:
             found[key] = value
@@ -105,5 +108,7 @@ def _joined(node: Tree, names: tuple[str, ...], whole: str) -> Tree:
 
 
 def _rows_axis(key: str, array: Any) -> int:
-    """A matrix is [..., out, in], a bias [..., out]."""
-    return array.ndim - (1 if key == "bias" else 2)
+    """The axis of what comes out: [out], [out, in], and of experts [X, out], [X, in, out]."""
+    if key == "bias":
+        return array.ndim - 1
+    return 0 if array.ndim == 2 else 2

@@ -35,11 +35,13 @@ class Source:
 
     tensors: tuple[Tensor, ...]
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Of all rows together, [..., out, in]."""
     is_transposed: bool = False
     """The checkpoint has matrices as [..., in, out]."""
     is_interleaved: bool = False
     """The checkpoint has rows of gate and up in turns, along the axis of features."""
+    has_columns: bool = False
+    """The parameter has matrices as [..., in, out], as experts have."""
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """The parameter, from arrays in the order of `tensors`."""
@@ -49,11 +51,14 @@ class Source:
         if self.is_interleaved:
             arrays = [xp.concat([array[:, ::2], array[:, 1::2]], axis=1) for array in arrays]
         joined = arrays[0] if len(arrays) == 1 else xp.concat(list(arrays), axis=0)
-        return joined.reshape(self.shape)
+        joined = joined.reshape(self.shape)
+        return joined.swapaxes(-1, -2) if self.has_columns else joined
 
     def split(self, parameter: Any) -> list[Any]:
         """The tensors again."""
         xp = parameter.__array_namespace__()
+        if self.has_columns:
+            parameter = parameter.swapaxes(-1, -2)
         shapes = [self._stored(tensor.shape) for tensor in self.tensors]
         starts = np.cumsum([0, *(shape[0] for shape in shapes)]).tolist()
         rows = parameter.reshape(starts[-1], *shapes[0][1:])
@@ -206,9 +211,9 @@ class _Sources:
             Tensor(f"{expert}.{names.expert_down}.weight", (size, spec.size)) for expert in experts
         )
         gate_up = (spec.num_experts, 2 * spec.size, size)
-        self.by_parameter[f"{ours}.gate_up.weight"] = Source(inner, gate_up)
+        self.by_parameter[f"{ours}.gate_up.weight"] = Source(inner, gate_up, has_columns=True)
         down = (spec.num_experts, size, spec.size)
-        self.by_parameter[f"{ours}.down.weight"] = Source(outer, down)
+        self.by_parameter[f"{ours}.down.weight"] = Source(outer, down, has_columns=True)
 
     def _fused_experts(self, ours: str, theirs: str, spec: MoESpec) -> None:
         """All experts in one tensor [X, in, out], rows of gate and up in turns."""
@@ -221,7 +226,7 @@ class _Sources:
             is_interleaved = part == "gate_up"
             tensor = Tensor(f"{theirs}.{name}", (count, width, rows))
             self.by_parameter[f"{ours}.{part}.weight"] = Source(
-                (tensor,), (count, rows, width), True, is_interleaved
+                (tensor,), (count, rows, width), True, is_interleaved, has_columns=True
             )
             if spec.has_bias:
                 tensor = Tensor(f"{theirs}.{name}_bias", (count, rows))

@@ -13,13 +13,14 @@ token's result must not depend on its company."""
 
 @jax.custom_vjp
 def grouped_product(
-    x: Float[Array, "N E"], weights: Float[Array, "X O E"], group_sizes: Int[Array, " X"]
+    x: Float[Array, "N E"], weights: Float[Array, "X E O"], group_sizes: Int[Array, " X"]
 ) -> Float[Array, "N O"]:
     """Multiplies each group of rows with the matrix of its group.
 
     Args:
       x: Rows in the order of their groups.
-      weights: One matrix [out, in] per group.
+      weights: One matrix per group, [in, out]: XLA's kernel for TPU takes no other order, and
+        would be handed a copy of all weights at every call.
       group_sizes: Rows per group; they sum to N.
     Returns: [N, O] in x's dtype.
     """
@@ -28,7 +29,7 @@ def grouped_product(
 
 def _ragged(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     dims = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        dot_dimension_numbers=(((1,), (1,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
@@ -52,13 +53,11 @@ def _tiled(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arra
         start = first_row[group] + (i - (last_tile[group] - tiles[group])) * tile
         rows = jax.lax.dynamic_slice_in_dim(padded, start, tile)
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        product = jax.lax.dot_general(
-            rows, matrix, (((1,), (1,)), ((), ())), precision=_precision(x)
-        )
+        product = jnp.matmul(rows, matrix, precision=_precision(x))
         # A tile may reach into the rows of later groups, whose own tiles follow.
         return jax.lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
 
-    out = jnp.zeros((count + tile, weights.shape[1]), x.dtype)
+    out = jnp.zeros((count + tile, weights.shape[2]), x.dtype)
     return jax.lax.fori_loop(0, last_tile[-1], one_tile, out)[:count]
 
 

@@ -72,8 +72,8 @@ def test_what_is_fused_comes_apart():
     tree = unpack(host(layer))
     assert tree.keys() == {"router", "gate", "up", "down", "shared"}
     assert tree["shared"].keys() == {"gate", "up", "down"}
-    np.testing.assert_array_equal(tree["gate"]["weight"], layer.gate_up.weight[...][:, :5])
-    np.testing.assert_array_equal(tree["up"]["weight"], layer.gate_up.weight[...][:, 5:])
+    np.testing.assert_array_equal(tree["gate"]["weight"], layer.gate_up.weight[...][:, :, :5])
+    np.testing.assert_array_equal(tree["up"]["weight"], layer.gate_up.weight[...][:, :, 5:])
     assert tree["up"]["bias"].shape == (3, 5)
 
 

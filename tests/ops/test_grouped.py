@@ -30,15 +30,15 @@ def plain(x: np.ndarray, weights: np.ndarray, sizes: list[int]) -> np.ndarray:
     """Row after row, in float64."""
     groups = np.repeat(np.arange(len(sizes)), sizes)
     rows = [
-        weights[g].astype(np.float64) @ row.astype(np.float64)
+        row.astype(np.float64) @ weights[g].astype(np.float64)
         for g, row in zip(groups, x, strict=True)
     ]
-    return np.asarray(rows).reshape(len(x), weights.shape[1])
+    return np.asarray(rows).reshape(len(x), weights.shape[2])
 
 
 def inputs(rng, count: int) -> tuple[np.ndarray, np.ndarray]:
     x = rng.standard_normal((count, E), dtype=np.float32)
-    return x, rng.standard_normal((X, OUT, E), dtype=np.float32)
+    return x, rng.standard_normal((X, E, OUT), dtype=np.float32)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_a_plain_implementation(case, rng):
     ends = np.cumsum(sizes)
     for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         own = slice(end - size, end)
-        want = cotangent[own].T.astype(np.float64) @ x[own]
+        want = x[own].T.astype(np.float64) @ cotangent[own]
         np.testing.assert_allclose(of_weights[group], want, atol=1e-5, rtol=0)
 
 
