@@ -13,6 +13,7 @@ class BlockBudget:
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
+        self._block_size = state.ledger.block_size
         self.freed: list[int] = []
         """Rows."""
         self.num_free = state.ledger.num_free
@@ -63,19 +64,18 @@ class BlockBudget:
 
     def cost(self, sequence: Sequence, count: int) -> int:
         """Blocks for more tokens of a running sequence, a copy of a shared block included."""
-        ledger, row, start = self.state.ledger, sequence.row, sequence.num_computed
+        ledger, row, size = self.state.ledger, sequence.row, self._block_size
         assert row is not None
-        size = ledger.block_size
-        growth = (start + count - 1) // size - (start - 1) // size
-        if start % size == 0:
-            return growth
+        offset = sequence.num_computed % size
+        if offset == 0:
+            return -(-count // size)
+        growth = (offset + count - 1) // size
         if self._has_moves:
             return growth + self._is_moved(sequence, row)
         # One writer of all may keep the block: that a copy can be counted too many is allowed.
         block = ledger.tables[row][-1]
-        if ledger.refcounts[block] == 1:
-            return growth
-        return growth + (ledger.refcounts[block] - self._dropped.get(block, 0) > 1)
+        owners = ledger.refcounts[block]
+        return growth + (owners > 1 and owners - self._dropped[block] > 1)
 
     def _is_moved(self, sequence: Sequence, row: int) -> bool:
         """Whether the last block of a row may have to be copied, when rows change hands."""
@@ -83,7 +83,7 @@ class BlockBudget:
             return True
         ledger = self.state.ledger
         block = ledger.tables[self.state.reindexed.get(row, row)][-1]
-        owners = ledger.refcounts[block] - self._dropped.get(block, 0) + self._moved[block]
+        owners = ledger.refcounts[block] - self._dropped[block] + self._moved[block]
         return owners > 1 and row not in self._keepers
 
     def _settle_reindexed(self) -> None:

@@ -136,15 +136,15 @@ class PrefixCache:
           end: Block after the last.
         """
         self._extend(hashes, tokens, salt, end)
-        parent = hashes[start - 1] if start else self._root_digest(salt)
         for index in range(start, end):
             digest = hashes[index]
-            if digest not in self._blocks:
-                block = table[index]
-                assert block not in self._entries, f"block {block} is known with other content"
-                self._enter(block, _Entry(digest, parent, self._slice(tokens, index)))
-                self._pending[block] = None
-            parent = digest
+            if digest in self._blocks:
+                continue
+            block = table[index]
+            assert block not in self._entries, f"block {block} is known with other content"
+            parent = hashes[index - 1] if index else self._root_digest(salt)
+            self._enter(block, _Entry(digest, parent, self._slice(tokens, index)))
+            self._pending[block] = None
 
     def take_pending(self) -> tuple[int, ...]:
         """Blocks to retain in the plan being made, in order of publication; retained from now."""
@@ -252,7 +252,11 @@ class PrefixCache:
     def _enter(self, block: int, entry: _Entry) -> None:
         self._entries[block] = entry
         self._blocks[entry.digest] = block
-        self._children.setdefault(_family(entry), {})[block] = None
+        siblings = self._children.get(_family(entry))
+        if siblings is None:
+            self._children[_family(entry)] = {block: None}
+        else:
+            siblings[block] = None
 
     def _root_digest(self, salt: str | None) -> bytes:
         """Start of the chain; lengths and a mark before the salt keep the fields apart."""

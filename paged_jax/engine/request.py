@@ -10,7 +10,7 @@ from paged_jax.outputs import FinishReason, Logprob
 from paged_jax.sampling_params import SamplingParams
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Request:
     """What was asked for, and the sequences that answer it."""
 
@@ -63,7 +63,7 @@ class Request:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
     """One choice: tokens known so far, how many of them have KV, and where they live.
 

@@ -67,8 +67,9 @@ class _Round:
         self.state = state
         self.config = config
         self.budget = config.max_num_batched_tokens
-        self.planned: dict[Sequence, tuple[Segment, int]] = {}
-        """Segments and the blocks that they take."""
+        self.planned: dict[Sequence, Segment] = {}
+        self.costs: dict[Sequence, int] = {}
+        """Blocks that planned segments take, where they take any."""
         self.preempted: list[Sequence] = []
         self.capped: list[Sequence] = []
         self.swapped_out: list[tuple[str, int, int]] = []
@@ -84,10 +85,10 @@ class _Round:
         """Plans the next tokens of a sequence, at the expense of those behind it."""
         request, num_unread = sequence.request, sequence.num_unread
         expected = len(sequence.tokens) + num_unread
-        count = expected - sequence.num_computed
+        left = count = expected - sequence.num_computed
         if count > self.budget:
             count = self.budget
-        if count == 0:
+        if not count:
             return
         # A beam waits for its token; one that will end by length waits to be read.
         if num_unread and (expected >= request.max_total_tokens or request.beam is not None):
@@ -111,7 +112,7 @@ class _Round:
             if sequence in group:
                 return
             cost = self.blocks.cost(sequence, count)
-        self._add(sequence, count, cost)
+        self._add(sequence, count, cost, is_sampled=count == left)
 
     def admit(self) -> None:
         """Gives rows to waiting sequences."""
@@ -154,11 +155,9 @@ class _Round:
         for sequence in self.preempted:
             state.requeue(sequence)
         self._extend_decodes()
-        ends = [(s, self.planned[s][0]) for s in self._prompt_ends if s in self.planned]
+        ends = [(s, self.planned[s]) for s in self._prompt_ends if s in self.planned]
         next_forks, children = start_choices(state, ends)
-        self.planned |= {child: (segment, 0) for child, segment in children}
-        # Those that decode were planned first.
-        segments = [segment for segment, _ in self.planned.values()]
+        self.planned |= dict(children)
         evicted, retained = (), ()
         if cache is not None:
             evicted, retained = cache.evict(max(0, -self.blocks.num_free)), cache.take_pending()
@@ -183,7 +182,7 @@ class _Round:
             reindexed=tuple(reindexed),
             truncated=tuple(truncated),
             restored=tuple(self.restored),
-            segments=tuple(segments),
+            segments=tuple(self.planned.values()),  # those that decode were planned first
             preempted=tuple(sequence.key for sequence in self.preempted),
             swapped_out=tuple(self.swapped_out),
             swapped_in=tuple(self.swapped_in),
@@ -221,7 +220,9 @@ class _Round:
             assert state.cache is not None
             state.cache.reference(blocks)
             self.shares.append((row, blocks, shared_tokens))
-        cost = ceil_div(start + min(sequence.num_known - start, self.budget), size) - len(blocks)
+        left = sequence.num_known - start
+        count = min(left, self.budget)
+        cost = ceil_div(start + count, size) - len(blocks)
         cost += bool(shared_tokens % size)
         taken = cost
         if first is not None:
@@ -235,7 +236,7 @@ class _Round:
         sequence.num_published = shared_tokens // size
         sequence.num_bypassed = 0
         self._count_hits(sequence, shared_tokens)
-        self._add(sequence, min(sequence.num_known - start, self.budget), cost, is_admission=True)
+        self._add(sequence, count, cost, is_sampled=count == left, is_admission=True)
         return whole - taken
 
     def _reused(self, sequence: Sequence) -> tuple[tuple[int, ...], int, int | None]:
@@ -265,14 +266,18 @@ class _Round:
                 state.num_hit_tokens += request.num_cached_tokens
 
     def _add(
-        self, sequence: Sequence, count: int, cost: int, *, is_admission: bool = False
+        self,
+        sequence: Sequence,
+        count: int,
+        cost: int,
+        *,
+        is_sampled: bool,
+        is_admission: bool = False,
     ) -> None:
         row, start, request = sequence.row, sequence.num_computed, sequence.request
         assert row is not None
         is_decode = start >= sequence.num_prefill
-        is_sampled = start + count == len(sequence.tokens) + sequence.num_unread
-        is_given = is_decode and request.beam is not None
-        segment = Segment(
+        self.planned[sequence] = Segment(
             request.request_id,
             row,
             start,
@@ -281,20 +286,21 @@ class _Round:
             is_sampled,
             is_admission,
             sequence.index,
-            is_given,
+            is_decode and request.beam is not None,
         )
-        self.planned[sequence] = segment, cost
-        if is_sampled and request.unforked:
-            self._prompt_ends.append(sequence)
-        self.blocks.num_free -= cost
         self.budget -= count
+        if cost:
+            self.costs[sequence] = cost
+            self.blocks.num_free -= cost
+        if request.unforked and is_sampled:
+            self._prompt_ends.append(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
         """Takes a sequence out of the plan."""
-        segment, cost = self.planned.pop(sequence, (None, 0))
+        segment = self.planned.pop(sequence, None)
         if segment is not None:
             self.budget += segment.num_tokens
-            self.blocks.num_free += cost
+            self.blocks.num_free += self.costs.pop(sequence, 0)
 
     def _preempt(self, group: list[Sequence]) -> None:
         """Takes rows away from a sequence, or from all beams of a request, and frees them."""
@@ -341,7 +347,7 @@ class _Round:
             return
         counts = []
         cost = 0
-        for sequence, (segment, _) in self.planned.items():
+        for sequence, segment in self.planned.items():
             if not segment.is_decode or segment.is_given:
                 return
             left = sequence.request.max_total_tokens - len(sequence.tokens) - sequence.num_unread
@@ -351,11 +357,11 @@ class _Round:
         if cost > self.blocks.available:
             return
         self.blocks.num_free -= cost
-        for (segment, _), count in zip(self.planned.values(), counts, strict=True):
+        for segment, count in zip(self.planned.values(), counts, strict=True):
             segment.num_tokens = count
 
     def _end(self, sequence: Sequence) -> int:
-        segment = self.planned[sequence][0] if sequence in self.planned else None
+        segment = self.planned.get(sequence)
         return sequence.num_computed + (segment.num_tokens if segment else 0)
 
 
