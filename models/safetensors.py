@@ -1,48 +1,23 @@
 """Hugging Face directories: config.json beside safetensors files, single or sharded.
 
-The files are read here and not by the package of their name, whose NumPy flavour copies a tensor
-into a `bytes` object that JAX must copy again:
-
-    length of the header u64 | header, a JSON object | data
-    header: name -> {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, from the data
-
 Nothing else is opened: pickled weights can run code.
 """
 
-import itertools
-import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.models import mxfp4
 from paged_jax.models.checkpoint import read_configs, read_json
-from paged_jax.models.mapped import MappedFile
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-_FLOATS = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-}
-# Those that a checkpoint may hold beside weights; only their sizes matter.
-_OTHER_BITS = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64},
-    **{"U64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4},
-    **{"F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
-}
-_BITS = {name: 8 * dtype.itemsize for name, dtype in _FLOATS.items()} | _OTHER_BITS
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-_MAX_DIMS = 32
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def open_directory(path: Path) -> "SafetensorsCheckpoint":
@@ -92,20 +67,20 @@ class SafetensorsCheckpoint:
 @dataclass(frozen=True)
 class _Tensor:
     path: Path
-    file: MappedFile
+    name: str
+    file: Any  # safetensors.safe_open
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # in the file
 
     def read(self, dtype: np.dtype | None) -> np.ndarray:
         if self.dtype not in _FLOATS:
             raise ValueError(f"its dtype is {self.dtype}, not one of {', '.join(_FLOATS)}")
-        return self.file.read(self.begin, self.shape, _FLOATS[self.dtype], dtype)
+        values = self.file.get_tensor(self.name)
+        return values if dtype is None else values.astype(dtype, copy=False)
 
     def view(self) -> np.ndarray:
         """The bytes of a U8 tensor."""
-        flat = self.file.view(self.begin, self.begin + math.prod(self.shape))
-        return flat.reshape(self.shape)
+        return self.file.get_tensor(self.name)
 
 
 def _unquantised(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -179,12 +154,23 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
     Raises: ValueError that names the file if its header is malformed or it is too short.
     """
     try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            "reading safetensors needs an extra: pip install 'paged-jax[llm]'"
+        ) from error
+    try:
         _check_place(path)
-        file = MappedFile(path)
-        return _parse(path, file)
+        file = safe_open(path, framework="numpy")
+        found = {}
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            part = file.get_slice(name)
+            found[name] = _Tensor(path, name, file, part.get_dtype(), tuple(part.get_shape()))
+        return found
     except OSError as error:
-        raise ValueError(f"cannot read safetensors file {path}: {error.strerror}") from error
-    except (ValueError, RuntimeError) as error:  # deep nesting, links in a circle
+        reason = error.strerror or error
+        raise ValueError(f"cannot read safetensors file {path}: {reason}") from error
+    except (SafetensorError, ValueError, RuntimeError) as error:  # links in a circle too
         raise ValueError(f"cannot read safetensors file {path}: {error}") from error
 
 
@@ -199,58 +185,3 @@ def _check_place(path: Path) -> None:
         allowed.append(directory.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
         raise ValueError(f"it is a link to {target}, outside of its directory")
-
-
-def _parse(path: Path, file: MappedFile) -> dict[str, _Tensor]:
-    if file.num_bytes < 8:
-        raise ValueError("it is truncated")
-    length = int.from_bytes(file.view(0, 8).tobytes(), "little")
-    start = 8 + length
-    if length > _MAX_HEADER_BYTES or start > file.num_bytes:
-        raise ValueError(f"its header of {length} bytes does not fit")
-    text = file.view(8, start).tobytes().decode("utf-8")
-    header = json.loads(text, object_pairs_hook=_unique)
-    if not isinstance(header, dict):
-        raise ValueError("its header is not an object")
-    header.pop("__metadata__", None)
-    tensors: dict[str, _Tensor] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        dtype, shape, begin, end = _checked(name, entry)
-        if start + end > file.num_bytes:
-            raise ValueError(f"it is truncated within tensor {name}")
-        tensors[name] = _Tensor(path, file, dtype, shape, start + begin)
-        spans.append((begin, end, name))
-    spans.sort()
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
-            raise ValueError(f"tensors {name} and {other} overlap")
-    return tensors
-
-
-def _checked(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Dtype, shape and span of one entry of a header."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"the entry of tensor {name} is not an object")
-    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ValueError(f"tensor {name} has unknown dtype {dtype!r}")
-    if not _are_counts(shape) or len(shape) > _MAX_DIMS:
-        raise ValueError(f"tensor {name} has a malformed shape")
-    if not _are_counts(span) or len(span) != 2:
-        raise ValueError(f"tensor {name} has malformed offsets")
-    begin, end = span
-    if 8 * (end - begin) != math.prod(shape) * _BITS[dtype]:
-        raise ValueError(f"tensor {name} of {dtype} {shape} cannot have {end - begin} bytes")
-    return dtype, tuple(shape), begin, end
-
-
-def _are_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("its header has a key twice")
-    return found
