@@ -39,7 +39,11 @@ def open_orbax(path: Path) -> "OrbaxCheckpoint":
 
 
 class OrbaxCheckpoint:
-    """A `Checkpoint` over an Orbax tree; arrays are restored one by one."""
+    """A `Checkpoint` over an Orbax tree.
+
+    Every restoring reads the metadata of the whole tree, so that a layer is restored at once, and
+    kept until its tensors are read or one of another layer is.
+    """
 
     def __init__(
         self, path: Path, config: dict[str, Any], generation_config: dict[str, Any]
@@ -54,6 +58,7 @@ class OrbaxCheckpoint:
         except Exception as error:  # of many kinds, for files that are missing or damaged
             raise ValueError(f"cannot read Orbax checkpoint {tree_path}: {error}") from error
         self._arrays = dict(_flat(tree, ()))
+        self._restored: dict[tuple[str, np.dtype | None], np.ndarray] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Checkpoint.shapes`."""
@@ -64,18 +69,32 @@ class OrbaxCheckpoint:
         stored = self._arrays[name].dtype
         if not jnp.issubdtype(stored, jnp.floating):
             raise ValueError(f"tensor {name} of {self._path} has dtype {stored}, which is no float")
+        if (name, dtype) not in self._restored:
+            self._restored = {}
+            try:
+                self._restored = self._restore(_layer(name), dtype)
+            except Exception as error:  # as above
+                raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
+        return self._restored.pop((name, dtype))
+
+    def _restore(
+        self, layer: str, dtype: np.dtype | None
+    ) -> dict[tuple[str, np.dtype | None], np.ndarray]:
+        """The floating-point tensors of a layer."""
+        arrays = {
+            name: array
+            for name, array in self._arrays.items()
+            if _layer(name) == layer and jnp.issubdtype(array.dtype, jnp.floating)
+        }
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
         only = ocp.args.PyTreeRestore(
-            item=nested({name: self._arrays[name]}),
-            restore_args=nested({name: as_numpy}),
+            item=nested(arrays),
+            restore_args=nested(dict.fromkeys(arrays, as_numpy)),
             partial_restore=True,
         )
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                found = checkpointer.restore(self._tree_path, args=only)
-        except Exception as error:  # as above
-            raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
-        return dict(_flat(found, ()))[name]
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            found = checkpointer.restore(self._tree_path, args=only)
+        return {(name, dtype): array for name, array in _flat(found, ())}
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Checkpoint.tokenizer`."""
@@ -118,6 +137,11 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"tensor {name} cannot be above other tensors")
         node[last] = value
     return tree
+
+
+def _layer(name: str) -> str:
+    """What the names of a layer's tensors begin with: "model.layers.3"."""
+    return ".".join(name.split(".")[:3])
 
 
 def _is_key(part: str) -> bool:

@@ -26,12 +26,13 @@ def run(arguments: argparse.Namespace) -> int:
     from paged_jax.cli.status import startup_status
 
     with startup_status():
-        from paged_jax.models.convert import convert
         from paged_jax.models.hub import resolve_model
 
         logger = logging.getLogger("paged_jax")
         source = resolve_model(arguments.source, progress=logger.info)
         logger.info(f"converting {source}")
+        from paged_jax.models.convert import convert
+
         convert(source, Path(arguments.destination), arguments.dtype)
     print(arguments.destination)
     return 0

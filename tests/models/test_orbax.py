@@ -77,6 +77,17 @@ def test_types_and_tokenizer_files_survive(tmp_path, source):
     assert tokenizer.encode("ab") == Tokenizer.from_directory(source).encode("ab")
 
 
+def test_tensors_are_read_in_any_order_and_again(tmp_path):
+    convert(TINY / "llama", tmp_path / "new")
+    original, converted = open_directory(TINY / "llama"), open_orbax(tmp_path / "new")
+    names = [*sorted(original.shapes(), reverse=True)[:4], "model.norm.weight"]
+    for name in (*names, *names, names[0], names[0]):
+        for dtype in (None, np.dtype(np.float16)):
+            expected, read = original.read(name, dtype), converted.read(name, dtype)
+            assert read.dtype == expected.dtype
+            np.testing.assert_array_equal(read, expected)
+
+
 def test_the_tree_is_keyed_by_the_parts_of_names(tmp_path, source):
     convert(source, tmp_path / "new")
     with ocp.StandardCheckpointer() as checkpointer:
