@@ -237,9 +237,9 @@ def assert_empty(engine: Engine) -> None:
 class Alone:
     """Each request by itself: one token a dispatch, nothing cached, preempted or ahead of time."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model, **options) -> None:
         self._model = model
-        self._engine = make_engine(model, enable_prefix_caching=False, overlap=False)
+        self._engine = make_engine(model, **options, enable_prefix_caching=False, overlap=False)
         limit(self._engine, chunk=64, decode_steps=1)
         self._known: dict[tuple, list[tuple[list[int], str | None]]] = {}
 
