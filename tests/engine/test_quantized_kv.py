@@ -255,6 +255,19 @@ def test_an_llm_takes_the_option(toy):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_pool_may_have_another_float_than_the_model(toy, rng, dtype):
+    alone = Alone(toy, **sizes(dtype, 2))
+    engine = make_engine(toy, **sizes(dtype, 2))
+    assert engine.runner.kv.kv.dtype.name == dtype
+    assert engine.runner.kv.token_bytes == 2 * 4 * 8 * 2
+    asks = [ask("a", rng, 17), ask("b", rng, 6)]
+    for _ in range(2):
+        assert differences(asks, run_asks(engine, asks), alone) == []
+    assert engine.stats()["prefix_hits_tokens"] > 0
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_pools_move_their_scales_too(dtype, rng):
     """Cold and warm, in chunks, swapped, choices and beams."""
