@@ -3,6 +3,7 @@
 Nothing else is opened: pickled weights can run code.
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import numpy as np
 
 from paged_jax.models import mxfp4
 from paged_jax.models.checkpoint import read_configs, read_json
+from paged_jax.models.host_arrays import aligned_empty
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_CHUNK_VALUES = 1 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -75,8 +78,17 @@ class _Tensor:
     def read(self, dtype: np.dtype | None) -> np.ndarray:
         if self.dtype not in _FLOATS:
             raise ValueError(f"its dtype is {self.dtype}, not one of {', '.join(_FLOATS)}")
-        values = self.file.get_tensor(self.name)
-        return values if dtype is None else values.astype(dtype, copy=False)
+        if 0 in (self.shape or (0,)):
+            values = self.file.get_tensor(self.name)
+            return values if dtype is None else values.astype(dtype, copy=False)
+        # Rows at a time: what the package returns is a copy already, which JAX would copy again.
+        rows = self.file.get_slice(self.name)
+        step = max(1, _CHUNK_VALUES // math.prod(self.shape[1:]))
+        values = aligned_empty(self.shape, dtype or rows[:1].dtype)
+        for begin in range(0, len(values), step):
+            end = min(begin + step, len(values))
+            values[begin:end] = rows[begin:end]
+        return values
 
     def view(self) -> np.ndarray:
         """The bytes of a U8 tensor."""

@@ -43,7 +43,9 @@ def advance(request: Request, state: SchedulerState, tokenizer: Tokenizer | None
         for member in request.sequences[1:]:
             assert member.row is not None
             state.start(member, member.row)
-            length = first.num_known - 1
+            # Its token is decoded as its parent's is, in one plan: the block that both write into
+            # is counted for both of them.
+            member.num_prefill = length = first.num_known - 1
             state.forks.append(Fork(parent=first.row, child=member, num_tokens=length))
         request.unforked = []
     return len(chosen)

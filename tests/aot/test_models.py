@@ -111,6 +111,7 @@ def test_a_forward_pass_keeps_the_pool_in_place(name):
     pool_bytes = kv.kv.size * kv.kv.dtype.itemsize
     assert found.faults == ()
     assert found.alias_bytes >= pool_bytes
+    assert found.temp_bytes < 128 << 20  # no copy of the experts' weights either
     hlo = compiled.as_text()
     assert hlo is not None
     lines = [line for line in hlo.splitlines() if 'custom_call_target="tpu_custom_call"' in line]

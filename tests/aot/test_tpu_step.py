@@ -1,7 +1,7 @@
 """A whole engine step of Llama 3 8B compiles for TPU: kernels in place, pool untouched.
 
-Nothing is allocated. Four of the 32 layers are compiled, which takes a minute for decode and two
-with prefill. All 32 were compiled by hand, in one minute and in three, with the same outcome.
+Nothing is allocated. Two of the 32 layers are compiled; all 32 were by hand, in one minute for
+decode and in three with prefill, with the same outcome.
 """
 
 import collections

@@ -27,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.test_beam import dense_logprobs, jitted
 from tests.engine.test_beam import run as run_search
+from tests.engine.workloads import limit
 
 ROWS = llama_rows()
 
@@ -248,6 +249,29 @@ def test_any_width_equals_the_dense_search(toy_engine, toy_dense, rng, width):
         expected = search(toy_dense, prompt, params, toy_engine.eos_token_ids)
         assert tokens_and_reasons(run.finished[name].outputs) == tokens_and_reasons(expected)
     assert_idle(toy_engine)
+
+
+@pytest.mark.parametrize(("chunk", "width"), [(3, 2), (5, 3)])
+def test_beams_start_beside_a_prompt_that_takes_the_rest_of_a_dispatch(
+    toy, toy_dense, alone, rng, chunk, width
+):
+    """Where they part, all of them write into one block, and no block is free but cached ones."""
+    engine = make_engine(toy, scheduling_policy="priority")
+    limit(engine, chunk=chunk, decode_steps=1)
+    fill = [(f"fill {i}", rng.integers(0, 258, 56).tolist(), greedy(1)) for i in range(7)]
+    run_all(engine, fill)
+    assert engine.stats()["num_free"] == 0
+    prompt, urgent = rng.integers(0, 258, 7).tolist(), rng.integers(0, 258, 50).tolist()
+    params = BeamSearchParams(beam_width=width, max_tokens=6)
+    engine.add_request("beams", prompt, params)
+    for _ in range(ceil_div(len(prompt), chunk)):
+        step(engine)
+    engine.add_request("urgent", urgent, greedy(3), priority=-1)
+    run = run_all(engine, [])
+    found = tokens_and_reasons(run.finished["beams"].outputs)
+    assert found == tokens_and_reasons(search(toy_dense, prompt, params, frozenset()))
+    assert run.tokens("urgent") == alone(urgent, greedy(3))
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("width", [2, 4])

@@ -14,7 +14,6 @@ from paged_jax.models.registry import ARCHITECTURES
 from paged_jax.sampling_params import SamplingParams
 from tests.models.table import PAGE, table
 from tests.models.tiny import (
-    IN_SHORT_SET,
     LENGTHS,
     NAMES,
     TOLERANCE,

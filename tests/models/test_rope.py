@@ -1,5 +1,6 @@
 """Rotary frequencies and tables against those of transformers (tests/data/make_oracles.py)."""
 
+import functools
 import json
 from typing import Any
 
@@ -42,6 +43,27 @@ def expected(name: str) -> list[tuple[dict[str, Any], int]]:
     return [(case["short"], original), (case | case["long"], original + 1)]
 
 
+@functools.cache
+def found_tables() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+    """Of every case, in one program."""
+
+    def compute():
+        return {
+            name: [
+                rotation(
+                    rope_spec(config(name)),
+                    HEAD_DIM,
+                    jnp.asarray(want["positions"], jnp.int32),
+                    length,
+                )
+                for want, length in expected(name)
+            ]
+            for name in CASES
+        }
+
+    return jax.tree.map(np.asarray, jax.jit(compute)())
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dynamic")])
 def test_frequencies_are_those_of_transformers(name):
     spec = rope_spec(config(name))
@@ -56,12 +78,11 @@ def test_frequencies_are_those_of_transformers(name):
 def test_tables_are_those_of_transformers(name):
     """Dynamic too: there transformers ran each position as the last one of its sequence."""
     spec = rope_spec(config(name))
-    for want, length in expected(name):
-        positions = np.asarray(want["positions"], np.int32)
+    for (want, _), (cos, sin) in zip(expected(name), found_tables()[name], strict=True):
+        positions = np.asarray(want["positions"])
         # An angle is a float32 product: it is off by up to half a unit in its last place, and by
         # as much again for the rounding of the frequency, which grows with the position.
         most = (1e-6 + 2e-7 * positions)[:, None] * spec.attention_factor
-        cos, sin = tables(spec, HEAD_DIM, positions, length)
         assert np.all(np.abs(cos - np.float32(want["cos"])) <= most)
         assert np.all(np.abs(sin - np.float32(want["sin"])) <= most)
 

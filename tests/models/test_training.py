@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from paged_jax.models.pack import pack, unpack
 from paged_jax.models.registry import architecture, read_spec
 from paged_jax.models.weights import sources
 from tests.conftest import DATA
@@ -27,7 +28,7 @@ def shortened(gradient: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def gradients(name: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss, and gradients by the tensor's name in the checkpoint."""
+    """Loss, and gradients by the tensor's name in the checkpoint, by way of the training tree."""
     graphdef, state = nnx.split(model(name))
     tokens = jnp.asarray(expected(name)["prompt_40"])[None]
 
@@ -35,16 +36,17 @@ def gradients(name: str) -> tuple[float, dict[str, np.ndarray]]:
     @jax.value_and_grad
     def loss(params):
         """Mean cross entropy of the next token."""
-        logits = nnx.merge(graphdef, params)(tokens)[:, :-1]
+        logits = nnx.merge(graphdef, pack(params))(tokens)[:, :-1]
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
         return -jnp.mean(chosen)
 
-    value, found = loss(state)
+    value, found = loss(jax.jit(unpack)(state))
+    found = pack(jax.tree.map(np.asarray, found))
     spec, names = read_spec(config(name)), architecture(config(name)).names
     by_parameter, by_tensor = sources(spec, names), {}
-    for path, leaf in nnx.to_flat_state(found):
+    for path, leaf in nnx.traversals.flatten_mapping(found).items():
         source = by_parameter[".".join(map(str, path))]
-        parts = source.split(np.asarray(leaf[...]))
+        parts = source.split(leaf)
         by_tensor |= {tensor.name: part for tensor, part in zip(source.tensors, parts, strict=True)}
     return float(value), by_tensor
 

@@ -41,7 +41,7 @@ def inputs(rng, count: int) -> tuple[np.ndarray, np.ndarray]:
     return x, rng.standard_normal((X, E, OUT), dtype=np.float32)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["tiled", "ragged"])
 @pytest.mark.parametrize("case", SIZES)
 def test_each_group_has_its_matrix(case, path, rng):
     sizes = SIZES[case]
