@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.shapes import ceil_div
 
-SMALLEST_TILE, LARGEST_TILE = 8, 64
-"""Rows of a product on CPU. Never 1 row: XLA:CPU rounds matrix-vector products differently, and a
-token's result must not depend on its company."""
+SMALLEST_TILE, LARGEST_TILE = 8, 32
+"""Rows of a product on CPU. Never 1 row, nor 64: there XLA:CPU rounds [in, out] products
+differently, and a token's result must not depend on its company."""
 
 
 @jax.custom_vjp
