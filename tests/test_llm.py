@@ -1,6 +1,8 @@
 import pytest
+import tokenizers
 
 from paged_jax import LLM, BeamSearchParams, SamplingParams
+from paged_jax.models.tokenizer import Tokenizer
 from tests.llm_harness import GREEDY, OPTIONS, PROMPTS, assert_idle, open_texting, run, tokens
 
 
@@ -193,6 +195,23 @@ def test_progress_counts_every_token_of_the_call(llm, monkeypatch):
     assert seen == sorted(seen)
     assert seen[-1] == (2, sum(len(c.token_ids) for out in outputs for c in out.outputs))
     stream.close()
+
+
+def test_all_texts_begin_with_the_space_after_the_prompt(texting, monkeypatch):
+    """Decoders of SentencePiece strip it from the first token that they are given."""
+    vocabulary = {f"\u2581w{i}": i for i in range(258)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="\u2581w0"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    words = Tokenizer(backend, special_tokens={})
+    monkeypatch.setattr(texting.engine, "tokenizer", words)
+    prompt, params = PROMPTS[0], BeamSearchParams(beam_width=3, max_tokens=5)
+    [searched] = texting.beam_search(prompt, params, use_tqdm=False)
+    outputs = [*run(texting, prompt), *texting.stream(prompt, GREEDY), searched]
+    for output in outputs:
+        for choice in output.outputs:
+            whole = words.decode([*prompt, *choice.token_ids])
+            assert choice.text == whole.removeprefix(words.decode(prompt))
+            assert choice.text.startswith(" ")
 
 
 def test_a_stop_string_cuts_the_text(texting):

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from paged_jax.engine.detokenize import text_after
 from paged_jax.engine.request import Request
 from paged_jax.engine.scheduler_state import Fork, SchedulerState
 from paged_jax.models.tokenizer import Tokenizer
@@ -73,4 +74,5 @@ def end(request: Request, tokenizer: Tokenizer | None, reason: FinishReason | No
             params, ids = request.beam.params, list(beam.token_ids)
             if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
                 ids.pop()
-            sequence.beam_text = tokenizer.decode(ids, params.skip_special_tokens)
+            prompt, skips = request.prompt_token_ids, params.skip_special_tokens
+            sequence.beam_text = text_after(tokenizer, prompt, ids, skip_special_tokens=skips)

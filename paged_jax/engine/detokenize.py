@@ -23,11 +23,13 @@ class TextStream:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
         stop_strings: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._stops = tuple(stop_strings)
         size = _CONTEXT
-        while size < len(prompt_token_ids) and not tokenizer.decode(prompt_token_ids[-size:]):
+        while size < len(prompt_token_ids) and not self._text_of(prompt_token_ids[-size:]):
             size *= 2
         self._ids = list(prompt_token_ids[-size:])
         # Decoding restarts at `_prefix`, in front of `_read`; the text before `_read` is `_base`.
@@ -60,8 +62,8 @@ class TextStream:
         return stop
 
     def _decode(self, *, is_last: bool) -> None:
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        whole = self._tokenizer.decode(self._ids[self._prefix :])
+        before = self._text_of(self._ids[self._prefix : self._read])
+        whole = self._text_of(self._ids[self._prefix :])
         if before.endswith(_REPLACEMENT) and not whole.startswith(before):
             # The prompt ends inside a character, which is whole now.
             before = before.rstrip(_REPLACEMENT)
@@ -77,6 +79,9 @@ class TextStream:
         else:
             # Unfinished or invalid bytes: only what comes after them can tell.
             self._decoded = self._base + new.rstrip(_REPLACEMENT)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skips)
 
     def _advance(self) -> str | None:
         """Cuts at the leftmost stop string, or moves the certain end forward."""
@@ -95,3 +100,17 @@ class TextStream:
                     break
         self._emitted = max(self._emitted, len(self._decoded) - held)
         return None
+
+
+def text_after(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+) -> str:
+    """Text of tokens that follow a prompt, all at once: a `TextStream` gives the same in parts."""
+    stream = TextStream(tokenizer, prompt_token_ids, (), skip_special_tokens=skip_special_tokens)
+    stream._ids += token_ids
+    stream.finish()
+    return stream.text

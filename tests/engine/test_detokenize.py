@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from paged_jax.engine.detokenize import TextStream
+from paged_jax.engine.detokenize import TextStream, text_after
 from paged_jax.models.tokenizer import Tokenizer
 
 
@@ -154,6 +154,9 @@ def test_no_space_between_words_is_lost(metaspace, prompt, ids, expected):
     texts, final, _, _ = feed(metaspace, ids, prompt=prompt)
     assert metaspace.decode(prompt + ids)[len(metaspace.decode(prompt)) :] == final == expected
     assert_grows(texts, final)
+    assert text_after(metaspace, prompt, ids, skip_special_tokens=True) == expected
+    marked = metaspace.decode(prompt + ids, False)[len(metaspace.decode(prompt, False)) :]
+    assert text_after(metaspace, prompt, ids, skip_special_tokens=False) == marked
 
 
 def test_random_pieces_equal_the_whole_decode(metaspace, rng):
