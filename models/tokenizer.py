@@ -107,6 +107,16 @@ class Tokenizer:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The encoder in the format of `tokenizer.json`."""
+        return self._backend.to_str()
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Texts of the tokens that stand beside the vocabulary proper, by id; most are special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items()}
+
     def decode_token(self, token_id: int) -> str:
         """Text of one token alone, special tokens spelled out; U+FFFD for part of a character."""
         return self._backend.decode([token_id], skip_special_tokens=False)

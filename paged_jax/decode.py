@@ -42,6 +42,8 @@ class RowState:
     temperature: jax.Array  # f32[S], 0 = greedy
     top_k: jax.Array  # i32[S], 0 = off
     top_p: jax.Array  # f32[S], 1 = off
+    min_p: jax.Array  # f32[S], 0 = off
+    has_options: jax.Array  # bool[S], whether an engine has `ops.LogitOptions` for the row
 
 
 StepFn = Callable[[Any, Batch, PagedCache], tuple[jax.Array, PagedCache]]
@@ -61,6 +63,8 @@ def create_row_state(max_seqs: int) -> RowState:
         temperature=jnp.zeros(max_seqs, jnp.float32),
         top_k=jnp.zeros(max_seqs, jnp.int32),
         top_p=jnp.ones(max_seqs, jnp.float32),
+        min_p=jnp.zeros(max_seqs, jnp.float32),
+        has_options=jnp.zeros(max_seqs, bool),
     )
 
 
@@ -76,6 +80,7 @@ def start_rows(
     temperature: core.Values = 0.0,
     top_k: core.Values = 0,
     top_p: core.Values = 1.0,
+    min_p: core.Values = 0.0,
 ) -> RowState:
     """Sets all fields of rows whose prompt has been computed; scalars hold for each of them.
 
@@ -90,6 +95,7 @@ def start_rows(
       temperature: f32[F]; 0 is greedy. Read by `sample`, not by `greedy`.
       top_k: i32[F]; 0 is off.
       top_p: f32[F]; 1 is off.
+      min_p: f32[F]; 0 is off.
     Raises: ValueError for more than MAX_STOP_IDS stop ids.
     """
     row_ids = jnp.atleast_1d(core.as_i32(row_ids, "row_ids"))
@@ -109,6 +115,8 @@ def start_rows(
         temperature=jnp.asarray(temperature, jnp.float32),
         top_k=jnp.asarray(top_k, jnp.int32),
         top_p=jnp.asarray(top_p, jnp.float32),
+        min_p=jnp.asarray(min_p, jnp.float32),
+        has_options=jnp.asarray(False),
     )
     size = row_ids.shape[0]
     new = jax.tree.map(lambda x, old: jnp.broadcast_to(x, (size, *old.shape[1:])), new, rows)
@@ -181,6 +189,7 @@ def sample(logits: jax.Array, rows: RowState) -> jax.Array:
         temperature=jnp.where(rows.finished, 0.0, rows.temperature),
         top_k=rows.top_k,
         top_p=rows.top_p,
+        min_p=rows.min_p,
         seeds=rows.seeds,
         positions=rows.position,
     )

@@ -25,8 +25,14 @@ class TextStream:
         stop_strings: Sequence[str],
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        includes_stop: bool = False,
     ) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._includes_stop = includes_stop
+        # Tokens that follow each other without what a decoder would put between them.
+        self._joined = {} if spaces_between_special_tokens else tokenizer.added_tokens
+        self._last: int | None = None
         self._stops = tuple(stop_strings)
         size = _CONTEXT
         while size < len(prompt_token_ids) and not self._text_of(prompt_token_ids[-size:]):
@@ -38,6 +44,7 @@ class TextStream:
         self._base = ""
         self._decoded = ""
         self._emitted = 0
+        self._unstoppable = 0  # leading text in which no stop string may end
         self._is_stopped = False
 
     @property
@@ -45,10 +52,18 @@ class TextStream:
         """The text that is certain."""
         return self._decoded[: self._emitted]
 
-    def append(self, token: int) -> str | None:
-        """Adds a token; returns the stop string that ends the text, if one does."""
+    def append(self, token: int, *, may_stop: bool = True) -> str | None:
+        """Adds a token; returns the stop string that ends the text, if one does.
+
+        Args:
+          may_stop: Whether a stop string may end in the text of this token.
+        """
         self._ids.append(token)
-        self._decode(is_last=False)
+        is_joined = token in self._joined and self._last in self._joined
+        self._last = token
+        self._decode(is_last=False, text=self._joined[token] if is_joined else None)
+        if not may_stop:
+            self._unstoppable = len(self._decoded)
         return self._advance()
 
     def finish(self) -> str | None:
@@ -61,13 +76,15 @@ class TextStream:
             self._emitted = len(self._decoded)
         return stop
 
-    def _decode(self, *, is_last: bool) -> None:
+    def _decode(self, *, is_last: bool, text: str | None = None) -> None:
         before = self._text_of(self._ids[self._prefix : self._read])
         whole = self._text_of(self._ids[self._prefix :])
         if before.endswith(_REPLACEMENT) and not whole.startswith(before):
             # The prompt ends inside a character, which is whole now.
             before = before.rstrip(_REPLACEMENT)
         new = whole[len(before) :]
+        if text is not None and new:
+            new = text
         if not new:
             # A skipped token: kept in the window, because decoders that join words by a leading
             # space strip it from the first token they are given.
@@ -86,11 +103,15 @@ class TextStream:
     def _advance(self) -> str | None:
         """Cuts at the leftmost stop string, or moves the certain end forward."""
         # Every tail that could begin a stop string was held back, so none begins before this.
-        found = [(self._decoded.find(stop, self._emitted), stop) for stop in self._stops]
+        found = []
+        for stop in self._stops:
+            start = max(self._emitted, self._unstoppable - len(stop) + 1)
+            found.append((self._decoded.find(stop, start), stop))
         found = [(place, stop) for place, stop in found if place >= 0]
         if found:
             place, stop = min(found)
-            self._decoded, self._emitted, self._is_stopped = self._decoded[:place], place, True
+            end = place + len(stop) if self._includes_stop else place
+            self._decoded, self._emitted, self._is_stopped = self._decoded[:end], end, True
             return stop
         held = 0
         for stop in self._stops:

@@ -1,5 +1,6 @@
 """One plan at a time to the ledger and to the device, and its results back."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from paged_jax.core import KVCache
 from paged_jax.engine.checks import Checker
 from paged_jax.engine.recording import Recorder
 from paged_jax.engine.request import Request, Sequence
-from paged_jax.engine.runner import Runner
+from paged_jax.engine.runner import Runner, tells_prompt
 from paged_jax.engine.scheduler_state import Costs, SchedulerState
 from paged_jax.engine.step import StepOutputs
 from paged_jax.ledger import Ledger
@@ -95,6 +96,9 @@ class Dispatcher:
     def read(self, issued: Issued, costs: Costs) -> StepOutputs:
         """Waits for the results of a dispatch; numpy arrays."""
         self.fault("read")
+        pairs = zip(issued.plan.segments, issued.sequences, strict=True)
+        if not any(tells_prompt(segment, sequence) for segment, sequence in pairs):
+            issued.result = dataclasses.replace(issued.result, prompt={})
         result: StepOutputs = jax.device_get(issued.result)
         assert bool(result.ok), "the device ran out of blocks that the ledger had"
         self.recorder.read(issued.number, issued.start_time, issued.told)

@@ -15,7 +15,7 @@ from paged_jax.core import AuditError
 from paged_jax.engine import answer, beams
 from paged_jax.engine.dispatch import Dispatcher, Issued
 from paged_jax.engine.request import Request, Sequence
-from paged_jax.engine.runner import Runner
+from paged_jax.engine.runner import Runner, tells_prompt
 from paged_jax.engine.scheduler import schedule
 from paged_jax.engine.scheduler_state import SchedulerState
 from paged_jax.engine.step import StepOutputs
@@ -95,9 +95,13 @@ class Loop:
             waited = [s.request for s in issued.sequences if s.request.first_token_time is None]
         # As lists: to take single numbers out of arrays is slow.
         tokens, num_run = result.tokens.T.tolist(), result.num_run.tolist()
+        place = 0
         for i, (segment, sequence) in enumerate(zip(plan.segments, issued.sequences, strict=True)):
             num_sampled, request = segment.num_sampled, sequence.request
             sequence.num_unread -= num_sampled
+            if tells_prompt(segment, sequence):
+                answer.take_prompt_logprobs(request, segment, result.prompt, place, self.tokenizer)
+            place += 1 if segment.is_decode else segment.num_tokens
             if not num_sampled or sequence.finish_reason is not None:
                 continue
             touched[request] = None

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from paged_jax.engine.answer import text_stream
 from paged_jax.engine.beam import BeamSearch
-from paged_jax.engine.detokenize import TextStream
 from paged_jax.engine.request import Request, Sequence
+from paged_jax.engine.rules import check_rules
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.sampling_params import SamplingParams
@@ -15,8 +16,28 @@ from paged_jax.sampling_params import SamplingParams
 _REQUEST_TIMES = ("arrival_time", "deadline", "first_scheduled_time", "first_token_time")
 _METRIC_TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 # What has a form of its own below, or is computed anew. Every other field is JSON as it is.
-_REQUEST_FIELDS = ("params", "stop_ids", "sequences", "unforked", "live_beams", "beam")
-_SEQUENCE_FIELDS = ("request", "text", "hashes", "logprobs", "listed", "rank", "num_unread")
+_REQUEST_FIELDS = (
+    "params",
+    "stop_ids",
+    "named_stop_ids",
+    "banned",
+    "guide_maker",
+    "prompt_logprobs",
+    "sequences",
+    "unforked",
+    "live_beams",
+    "beam",
+)
+_SEQUENCE_FIELDS = (
+    "request",
+    "text",
+    "guide",
+    "hashes",
+    "logprobs",
+    "listed",
+    "rank",
+    "num_unread",
+)
 
 
 def record_request(request: Request, now: float) -> dict[str, Any]:
@@ -26,6 +47,8 @@ def record_request(request: Request, now: float) -> dict[str, Any]:
         **_shifted(record, _REQUEST_TIMES, -now),
         "params": dataclasses.asdict(request.params),
         "stop_ids": sorted(request.stop_ids),
+        "named_stop_ids": sorted(request.named_stop_ids),
+        "prompt_logprobs": _record_prompt_logprobs(request.prompt_logprobs),
         "sequences": [_record_sequence(sequence) for sequence in request.sequences],
         "unforked": [sequence.index for sequence in request.unforked],
         "live_beams": [sequence.index for sequence in request.live_beams],
@@ -33,7 +56,13 @@ def record_request(request: Request, now: float) -> dict[str, Any]:
     }
 
 
-def request_of(record: dict[str, Any], now: float, tokenizer: Tokenizer | None) -> Request:
+def request_of(
+    record: dict[str, Any],
+    now: float,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+) -> Request:
     """The request that a record was made of; its text is decoded again from its tokens."""
     params = dict(record["params"])
     if params["logit_bias"] is not None:  # JSON has text for keys
@@ -43,7 +72,11 @@ def request_of(record: dict[str, Any], now: float, tokenizer: Tokenizer | None) 
         **plain | _shifted(record, _REQUEST_TIMES, now),
         params=SamplingParams(**params),
         stop_ids=frozenset(record["stop_ids"]),
+        named_stop_ids=frozenset(record["named_stop_ids"]),
+        prompt_logprobs=_prompt_logprobs_of(record["prompt_logprobs"]),
     )
+    rules = check_rules(request.params, tokenizer, vocab_size, eos_token_ids)
+    request.banned, request.guide_maker = rules.banned, rules.guide_maker
     if record["beam"] is not None:
         prompt_len = len(request.prompt_token_ids)
         request.beam = BeamSearch.of_record(record["beam"], prompt_len, request.max_total_tokens)
@@ -75,29 +108,34 @@ def _sequence_of(record: dict[str, Any], request: Request, tokenizer: Tokenizer 
     if record["listed"] is not None:
         ids, logprobs = record["listed"]
         sequence.listed = np.array(ids, np.int32), np.array(logprobs, np.float32)
-    if tokenizer is not None and not request.is_beam:
-        sequence.text = _text_of(sequence, tokenizer)
+    if not request.is_beam:
+        _replay(sequence, tokenizer)
     return sequence
 
 
-def _text_of(sequence: Sequence, tokenizer: Tokenizer) -> TextStream:
-    request = sequence.request
-    text = TextStream(tokenizer, request.prompt_token_ids, request.params.stop_strings)
-    for token in sequence.output_ids:
-        if token not in request.stop_ids:  # which ends the sequence and is no text
-            text.append(token)
-    if sequence.finish_reason is not None:
+def _replay(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    """Text, and what the guide has seen, from the tokens again."""
+    request, params = sequence.request, sequence.request.params
+    sequence.text = text = text_stream(request, tokenizer)
+    if request.guide_maker is not None:
+        sequence.guide = request.guide_maker.make()
+    for i, token in enumerate(sequence.output_ids):
+        if sequence.guide is not None:
+            sequence.guide.accept(token)
+        # A token that ends the sequence is no text, unless somebody wants it.
+        is_end = token in request.stop_ids
+        if text is not None and (not is_end or params.include_stop_str_in_output):
+            text.append(token, may_stop=i >= params.min_tokens and not is_end)
+    if text is not None and sequence.finish_reason is not None:
         text.finish()
-    return text
 
 
 def record_output(output: RequestOutput, now: float) -> dict[str, Any]:
     """An output that has not been handed out."""
     metrics = dataclasses.asdict(output.metrics)
-    prompt_logprobs = output.prompt_logprobs
     return _plain(output, ("outputs", "metrics", "prompt_logprobs")) | {
         "metrics": metrics | _shifted(metrics, _METRIC_TIMES, -now),
-        "prompt_logprobs": prompt_logprobs and [x and _record_logprobs(x) for x in prompt_logprobs],
+        "prompt_logprobs": _record_prompt_logprobs(output.prompt_logprobs),
         "outputs": [
             _plain(part, ("logprobs",))
             | {"logprobs": part.logprobs and [_record_logprobs(x) for x in part.logprobs]}
@@ -108,7 +146,7 @@ def record_output(output: RequestOutput, now: float) -> dict[str, Any]:
 
 def output_of(record: dict[str, Any], now: float) -> RequestOutput:
     """The output that a record was made of."""
-    metrics, prompt_logprobs = record["metrics"], record["prompt_logprobs"]
+    metrics = record["metrics"]
     parts = [
         CompletionOutput(
             **part | {"logprobs": part["logprobs"] and [_logprobs_of(x) for x in part["logprobs"]]}
@@ -117,10 +155,18 @@ def output_of(record: dict[str, Any], now: float) -> RequestOutput:
     ]
     made = {
         "metrics": RequestMetrics(**metrics | _shifted(metrics, _METRIC_TIMES, now)),
-        "prompt_logprobs": prompt_logprobs and [x and _logprobs_of(x) for x in prompt_logprobs],
+        "prompt_logprobs": _prompt_logprobs_of(record["prompt_logprobs"]),
         "outputs": parts,
     }
     return RequestOutput(**record | made)
+
+
+def _record_prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> Any:
+    return entries and [x and _record_logprobs(x) for x in entries]
+
+
+def _prompt_logprobs_of(entries: Any) -> list[dict[int, Logprob] | None] | None:
+    return entries and [x and _logprobs_of(x) for x in entries]
 
 
 def _record_logprobs(entries: dict[int, Logprob]) -> list[list[Any]]:

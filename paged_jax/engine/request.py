@@ -6,6 +6,7 @@ import numpy as np
 
 from paged_jax.engine.beam import BeamSearch
 from paged_jax.engine.detokenize import TextStream
+from paged_jax.engine.guide import Guide, GuideMaker
 from paged_jax.outputs import FinishReason, Logprob
 from paged_jax.sampling_params import SamplingParams
 
@@ -29,8 +30,16 @@ class Request:
     """Time at which the request ends, on the clock of `arrival_time`."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence."""
+    named_stop_ids: frozenset[int] = frozenset()
+    """Those that are told as the reason, because the request named them."""
+    banned: np.ndarray | None = None
+    """bool[V], tokens that are never sampled."""
+    guide_maker: GuideMaker | None = None
+    """For sequences whose next token depends on the last in ways that only the host knows."""
     num_logprobs: int | None = None
     """Most likely tokens to be told per position besides the sampled one; None: nothing."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One per prompt token that was computed, None for the first; None: not asked for."""
     cache_salt: str | None = None
     """Only requests of one salt share cached blocks."""
     sequences: list["Sequence"] = field(default_factory=list)
@@ -56,6 +65,36 @@ class Request:
     def is_beam(self) -> bool:
         """Whether its sequences wait for each other, and for the host, after every token."""
         return self.beam is not None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the host says for each token what it may be."""
+        return self.guide_maker is not None
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether each of its tokens is read before the next is sampled."""
+        return self.is_beam or self.is_guided
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens must be computed for what is told of them."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < len(self.prompt_token_ids)
+
+    @property
+    def has_logit_options(self) -> bool:
+        """Whether its tokens are chosen by other logits than the model's."""
+        params = self.params
+        return bool(
+            self.banned is not None
+            or self.is_guided
+            or params.logit_bias
+            or (params.min_tokens and self.stop_ids)
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1.0
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -100,6 +139,8 @@ class Sequence:
     """How often a later arrival was admitted while this one did not fit."""
     listed: tuple[np.ndarray, np.ndarray] | None = None
     """Candidates of a beam and their log-probabilities, until all beams have theirs."""
+    guide: Guide | None = None
+    """Has seen the output tokens that were read."""
     beam_text: str | None = None
     """Text of a finished beam."""
     finish_reason: FinishReason | None = None

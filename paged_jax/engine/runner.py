@@ -15,14 +15,15 @@ from paged_jax import core
 from paged_jax.config import ResolvedConfig
 from paged_jax.core import KVCache, PagedCache
 from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_state, seed_words
-from paged_jax.engine import swap
+from paged_jax.engine import logit_options, swap
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.moves import MAX_IDS, apply_moves, padding_plan, row_mask
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
 from paged_jax.engine.weights import fit, leaf_specs
 from paged_jax.models.protocol import PagedModel
-from paged_jax.plan import Plan
+from paged_jax.ops import LogitOptions
+from paged_jax.plan import Plan, Segment
 from paged_jax.sampling_params import MAX_LOGPROBS
 
 _logger = logging.getLogger("paged_jax")
@@ -56,6 +57,7 @@ class Runner:
         leaves, treedef = jax.tree.flatten(state)
         self.leaf_specs = leaf_specs(state)
         self._params: tuple[jax.Array, ...] | None = tuple(leaves)
+        self._vocab_size = vocab_size
         sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size))
         self._step = make_step(graphdef, treedef, sizes)
         self._one_row: RowState = jax.device_get(create_row_state(1))
@@ -70,6 +72,10 @@ class Runner:
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
         )
         self.blocks, self.rows = _placed((blocks, create_row_state(config.max_num_seqs)))
+        self._options: LogitOptions | None = None
+        self._options = _placed(
+            logit_options.create(config.max_num_seqs, config.max_model_len, self._vocab_size)
+        )
         if not self.is_asleep:
             self._set_pool(
                 core.create_kv_cache(
@@ -130,7 +136,7 @@ class Runner:
         Returns: Arrays on the device, for `jax.device_get`; None for a plan without tokens, which
           runs no model.
         """
-        program = self._choose(plan) if plan.segments else None
+        program = self._choose(plan, sequences) if plan.segments else None
         is_outside = program is None or len(plan.retain_ids) > self._num_retained(program)
         if plan.has_moves or is_outside:
             self.blocks, self.rows = apply_moves(self.blocks, self.rows, plan)
@@ -140,6 +146,10 @@ class Runner:
             self.kv = swap.write_image(self.kv, ids, image, first)
         if program is None:
             return None
+        assert self._options is not None
+        self._options = logit_options.write(
+            self._options, plan.segments, sequences, self._vocab_size
+        )
         return self._dispatch(program, self._inputs(program, plan, sequences))
 
     def swap_out(self, ids: Listed[int]) -> KVCache:
@@ -153,6 +163,8 @@ class Runner:
         for program in self.programs:
             jax.block_until_ready(self._dispatch(program, self._inputs(program, Plan(), ())))
         self.issue(padding_plan(config.max_num_seqs), (), ())
+        assert self._options is not None
+        self._options = logit_options.warm_up(self._options)
         if config.preemption_mode != "recompute":
             assert self.kv is not None
             self.kv = swap.warm_up(self.kv, config.max_blocks_per_seq)
@@ -161,7 +173,9 @@ class Runner:
     def lower(self, program: Program) -> jax.stages.Lowered:
         """The step of one program before compilation, for checks of what XLA makes of it."""
         inputs = self._inputs(program, Plan(), ())
-        return self._step.lower(self._params, self.kv, self.blocks, self.rows, inputs)
+        return self._step.lower(
+            self._params, self.kv, self.blocks, self.rows, inputs, self._options
+        )
 
     def _dispatch(self, program: Program, inputs: StepInputs) -> StepOutputs:
         is_new = program not in self.compiled
@@ -172,16 +186,19 @@ class Runner:
                 "compiling the step for %d tokens and %d rows", program.num_tokens, program.num_rows
             )
         start = time.monotonic()
-        self.kv, self.blocks, self.rows, outputs = self._step(
-            self._params, self.kv, self.blocks, self.rows, inputs
+        self.kv, self.blocks, self.rows, outputs, self._options = self._step(
+            self._params, self.kv, self.blocks, self.rows, inputs, self._options
         )
         if is_new:
             self.compiled.add(program)
             _logger.info("compiled in %.1f s", time.monotonic() - start)
         return outputs
 
-    def _choose(self, plan: Plan) -> Program:
-        is_single = all(segment.is_decode or segment.num_tokens == 1 for segment in plan.segments)
+    def _choose(self, plan: Plan, sequences: Listed[Sequence]) -> Program:
+        is_single = all(
+            segment.is_decode or (segment.num_tokens == 1 and not tells_prompt(segment, sequence))
+            for segment, sequence in zip(plan.segments, sequences, strict=True)
+        )
         return choose(self.programs, plan.num_tokens, len(plan.segments), is_single=is_single)
 
     def _num_retained(self, program: Program) -> int:
@@ -193,6 +210,7 @@ class Runner:
         num_tokens, num_rows = program
         segments = plan.segments
         tokens = np.zeros(num_tokens, np.int32)
+        next_tokens = np.full(num_tokens, -1, np.int32)
         sources = np.arange(num_rows, dtype=np.int32)
         admitted = jax.tree.map(lambda x: np.repeat(x, num_rows, axis=0), self._one_row)
         given = [segment.is_given or not segment.is_decode for segment in segments]
@@ -205,6 +223,9 @@ class Runner:
                 tokens[place : place + count] = known
             if segment.source is not None:
                 sources[i] = entries[segment.source]
+            if tells_prompt(segment, sequences[i]):
+                following = sequences[i].request.prompt_token_ids[segment.start + 1 :][:count]
+                next_tokens[place : place + len(following)] = following
             if segment.is_admission:
                 self._set_row(admitted, i, sequences[i])
             place += count
@@ -227,6 +248,7 @@ class Runner:
             has_logprobs=_padded(has_logprobs, num_rows, bool),
             owners=_padded(owners, num_rows, np.int32),
             admitted=admitted,
+            next_tokens=next_tokens,  # type: ignore[arg-type]
         )
 
     def _set_row(self, rows: RowState, i: int, sequence: Sequence) -> None:
@@ -236,12 +258,19 @@ class Runner:
         rows.temperature[i] = params.temperature  # type: ignore[index]
         rows.top_k[i] = min(max(0, params.top_k), 2**31 - 1)  # type: ignore[index]
         rows.top_p[i] = params.top_p  # type: ignore[index]
+        rows.min_p[i] = params.min_p  # type: ignore[index]
+        rows.has_options[i] = request.has_logit_options  # type: ignore[index]
         rows.seeds[i] = seed_words(request.seed, sequence.index)  # type: ignore[index]
         # The host looks at every token too: more of them than fit here only run on for a while.
         stop_ids = sorted(request.stop_ids)[:MAX_STOP_IDS]
         rows.stop_ids[i] = NO_STOP_ID  # type: ignore[index]
         rows.stop_ids[i, : len(stop_ids)] = stop_ids  # type: ignore[index]
         rows.finished[i] = False  # type: ignore[index]
+
+
+def tells_prompt(segment: Segment, sequence: Sequence) -> bool:
+    """Whether log-probabilities of prompt tokens are read from a segment."""
+    return not segment.is_decode and sequence.request.lacks_prompt_logprobs
 
 
 def _padded(values: Listed[int], size: int, dtype: Any, *, rest: int = 0) -> Any:

@@ -90,8 +90,8 @@ class _Round:
             count = self.budget
         if not count:
             return
-        # A beam waits for its token; one that will end by length waits to be read.
-        if num_unread and (expected >= request.max_total_tokens or request.beam is not None):
+        # Some wait for their last token; one that will end by length waits to be read.
+        if num_unread and (expected >= request.max_total_tokens or request.waits_for_tokens):
             return
         cost = self.blocks.cost(sequence, count)
         while cost and cost > self.blocks.available:
@@ -245,8 +245,8 @@ class _Round:
         cache, size = self.state.cache, self.config.block_size
         blocks: tuple[int, ...] = ()
         start = 0
-        if cache is not None:
-            request = sequence.request
+        request = sequence.request
+        if cache is not None and not request.lacks_prompt_logprobs:
             match = cache.match(sequence.tokens, request.cache_salt, sequence.hashes)
             blocks, start = match.block_ids, match.num_tokens
         swapped = sequence.swapped_tokens
@@ -351,6 +351,8 @@ class _Round:
             if not segment.is_decode or segment.is_given:
                 return
             left = sequence.request.max_total_tokens - len(sequence.tokens) - sequence.num_unread
+            if sequence.guide is not None:
+                left = 1
             counts.append(count := left if left < most else most)
             # Of its blocks those for one token are planned.
             cost += (segment.start + count - 1) // size - segment.start // size

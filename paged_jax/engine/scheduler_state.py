@@ -93,7 +93,10 @@ class SchedulerState:
             sequence.row = sequence.listed = None
             sequence.num_computed = sequence.num_unread = sequence.num_published = 0
             # An image may go on with tokens that were sampled and are lost.
-            sequence.swapped_tokens = max(0, min(sequence.swapped_tokens, sequence.num_known - 1))
+            kept = sequence.num_known
+            if request.lacks_prompt_logprobs:
+                kept = len(request.prompt_logprobs or ())
+            sequence.swapped_tokens = max(0, min(sequence.swapped_tokens, kept - 1))
             self.num_swapped_blocks += ceil_div(sequence.swapped_tokens, self.ledger.block_size)
         if request.is_beam:
             request.unforked = request.sequences[1:]

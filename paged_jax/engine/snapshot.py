@@ -89,7 +89,10 @@ def restore(engine: "Engine", path: str | PathLike[str]) -> None:
         raise RuntimeError("the engine is asleep: call wake_up() before restore()")
     now = time.monotonic()
     requests = {
-        part["request_id"]: request_of(part, now, engine.tokenizer) for part in record["requests"]
+        part["request_id"]: request_of(
+            part, now, engine.tokenizer, engine.vocab_size, engine.eos_token_ids
+        )
+        for part in record["requests"]
     }
     arrays = _restore_arrays(path / "arrays")
     try:

@@ -1,7 +1,8 @@
 """The jitted step: apply a plan to the blocks, run the model, sample.
 
-`step(params, kv, blocks, rows, inputs) -> (kv, blocks, rows, outputs)`. The pool is donated and
-updated in place; `blocks` and `rows` are small and never donated.
+`step(params, kv, blocks, rows, inputs, options) -> (kv, blocks, rows, outputs, options)`. The pool
+and the logit options are donated and updated in place; `blocks` and `rows` are small and never
+donated.
 
 Programs with T = R are for rows of one token each and run up to K of them, one step after the
 other: what a row samples is its next input, and a row that ends is frozen. Blocks for all of them
@@ -21,6 +22,7 @@ from flax import nnx
 from paged_jax import core, ops
 from paged_jax.core import Batch, BlockState, KVCache, PagedCache
 from paged_jax.decode import RowState
+from paged_jax.ops import LogitOptions
 from paged_jax.shapes import ceil_div
 
 
@@ -42,6 +44,7 @@ class StepInputs:
     is_admission: jax.Array  # bool[R], rows whose sampling fields are set from here
     has_logprobs: jax.Array  # bool[R], rows whose log-probabilities are wanted
     owners: jax.Array  # i32[R], a number per sequence; only shadow tags read it
+    next_tokens: jax.Array  # i32[T], what follows in the prompt where its log-probability is wanted
     admitted: RowState  # [R], the fields of those rows
 
 
@@ -58,6 +61,7 @@ class StepOutputs:
     rank: jax.Array  # i32[K, R], from 1
     top_logprobs: jax.Array  # f32[K, R, n], the most likely tokens
     top_ids: jax.Array  # i32[K, R, n]
+    prompt: dict[str, jax.Array]  # the last four of prompt tokens, [T] and [T, n]
 
 
 class Sizes(NamedTuple):
@@ -68,6 +72,9 @@ class Sizes(NamedTuple):
     num_listed: int
     """Most likely tokens that are listed per position."""
 
+
+_LOGIT_ROWS = 64
+"""Prompt tokens whose logits exist at a time."""
 
 COMMAND_BUFFER_OPTION = "xla_gpu_enable_command_buffer"
 
@@ -111,17 +118,19 @@ def _build_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped
         blocks: BlockState,
         rows: RowState,
         inputs: StepInputs,
-    ) -> tuple[KVCache, BlockState, RowState, StepOutputs]:
+        options: LogitOptions,
+    ) -> tuple[KVCache, BlockState, RowState, StepOutputs, LogitOptions]:
         model = nnx.merge(graphdef, treedef.unflatten(params))
         blocks, kv, ok = _allocate(blocks, kv, inputs, sizes.decode_steps)
         rows = _admit(rows, inputs)
         is_decode_only = inputs.tokens.shape == inputs.row_ids.shape
         run = _decode if is_decode_only else _run_once
-        kv, rows, sampled = run(model, kv, blocks, rows, inputs, sizes)
-        return kv, blocks, rows, StepOutputs(ok=ok, num_free=blocks.num_free, **sampled)
+        kv, rows, options, found = run(model, kv, blocks, rows, inputs, options, sizes)
+        outputs = StepOutputs(ok=ok, num_free=blocks.num_free, **found)
+        return kv, blocks, rows, outputs, options
 
-    options = step_options(jax.default_backend())
-    return jax.jit(step, donate_argnums=1, compiler_options=options or None)
+    compiler_options = step_options(jax.default_backend())
+    return jax.jit(step, donate_argnums=(1, 5), compiler_options=compiler_options or None)
 
 
 _shared_step = functools.lru_cache(maxsize=16)(_build_step)
@@ -150,8 +159,9 @@ def _decode(
     blocks: BlockState,
     rows: RowState,
     inputs: StepInputs,
+    options: LogitOptions,
     sizes: Sizes,
-) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
+) -> tuple[KVCache, RowState, LogitOptions, dict[str, Any]]:
     """Up to K tokens of each row, one step after the other."""
     num_rows = inputs.row_ids.shape[0]
     is_row, row, mine = _mine(rows, inputs)
@@ -162,33 +172,36 @@ def _decode(
         return is_row & (step < inputs.query_lens) & ~finished
 
     def has_more(carry: tuple) -> jax.Array:
-        step, *_, finished, _ = carry
+        step, *_, finished, _, _ = carry
         return (step < inputs.num_steps) & jnp.any(runs_at(step, finished))
 
     def one_step(carry: tuple) -> tuple:
-        step, kv, token, finished, out = carry
+        step, kv, token, finished, options, out = carry
         runs = runs_at(step, finished)
         batch = core.make_decode_batch(
             blocks, tokens=token, positions=base + step, runs=runs, row_ids=inputs.row_ids
         )
         kv = _write_tags(kv, blocks, batch, inputs)
         hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
-        sampled, found = _sample(model, hidden, mine, batch, is_wanted & runs, inputs, sizes)
+        sampled, options, found = _sample(
+            model, hidden, mine, batch.context_lens, is_wanted & runs, inputs, options, sizes
+        )
         ends = is_wanted & jnp.any(mine.stop_ids == sampled[:, None], axis=1)
         out = {name: x.at[step].set(found[name]) for name, x in out.items() if name in found} | {
             "num_run": out["num_run"] + runs.astype(jnp.int32)
         }
         token = jnp.where(runs, sampled, token)
-        return step + 1, cache.kv, token, finished | (runs & ends), out
+        return step + 1, cache.kv, token, finished | (runs & ends), options, out
 
     token = jnp.where(inputs.is_given, inputs.tokens, mine.token)
     out = {"tokens": jnp.zeros(num_rows, jnp.int32)} | _no_logprobs(num_rows, sizes.num_listed)
     steps = sizes.decode_steps
     out = {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in out.items()}
     out["num_run"] = jnp.zeros(num_rows, jnp.int32)
-    start = (jnp.int32(0), kv, token, mine.finished, out)
-    _, kv, token, finished, out = jax.lax.while_loop(has_more, one_step, start)
-    return kv, _remember(rows, inputs, is_wanted, token, finished), out
+    start = (jnp.int32(0), kv, token, mine.finished, options, out)
+    _, kv, token, finished, options, out = jax.lax.while_loop(has_more, one_step, start)
+    rows = _remember(rows, inputs, is_wanted, token, finished)
+    return kv, rows, options, out | {"prompt": _no_logprobs(0, sizes.num_listed)}
 
 
 def _run_once(
@@ -197,8 +210,9 @@ def _run_once(
     blocks: BlockState,
     rows: RowState,
     inputs: StepInputs,
+    options: LogitOptions,
     sizes: Sizes,
-) -> tuple[KVCache, RowState, dict[str, jax.Array]]:
+) -> tuple[KVCache, RowState, LogitOptions, dict[str, Any]]:
     """One step of rows that decode and rows in prefill."""
     num_rows, max_seqs = inputs.row_ids.shape[0], blocks.max_seqs
     is_row, _, mine = _mine(rows, inputs)
@@ -218,13 +232,16 @@ def _run_once(
     kv = _write_tags(kv, blocks, batch, inputs)
     hidden, cache = model(batch, PagedCache(blocks=blocks, kv=kv))
     is_wanted = is_row & inputs.is_sampled & ~is_frozen
-    last = dataclasses.replace(batch, context_lens=batch.context_lens[inputs.sources])
-    hidden = hidden[batch.last_tokens[inputs.sources]]
-    sampled, found = _sample(model, hidden, mine, last, is_wanted, inputs, sizes)
+    last = hidden[batch.last_tokens[inputs.sources]]
+    lengths = batch.context_lens[inputs.sources]
+    sampled, options, found = _sample(model, last, mine, lengths, is_wanted, inputs, options, sizes)
     ends = jnp.any(mine.stop_ids == sampled[:, None], axis=1)
     rows = _remember(rows, inputs, is_wanted, sampled, ends)
-    found = {name: x[None] for name, x in found.items()}
-    return cache.kv, rows, found | {"num_run": jnp.where(is_frozen, 0, inputs.query_lens)}
+    found = {name: x[None] for name, x in found.items()} | {
+        "num_run": jnp.where(is_frozen, 0, inputs.query_lens),
+        "prompt": _prompt_logprobs(model, hidden, inputs.next_tokens, sizes.num_listed),
+    }
+    return cache.kv, rows, options, found
 
 
 def _mine(rows: RowState, inputs: StepInputs) -> tuple[jax.Array, jax.Array, RowState]:
@@ -262,30 +279,70 @@ def _sample(
     model: Any,
     hidden: jax.Array,
     rows: RowState,
-    batch: Batch,
+    lengths: jax.Array,
     is_wanted: jax.Array,
     inputs: StepInputs,
+    options: LogitOptions,
     sizes: Sizes,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Next tokens of `hidden[R, E]`, and what is told of them."""
+) -> tuple[jax.Array, LogitOptions, dict[str, jax.Array]]:
+    """Next tokens of `hidden[R, E]` after `lengths` others, and what is told of them."""
     logits = model.logits(hidden).astype(jnp.float32)
+    max_seqs = options.num_prompt.shape[0]
+    has_options = is_wanted & rows.has_options
+
+    def adjust() -> jax.Array:
+        mine = jax.tree.map(lambda x: x.at[inputs.row_ids].get(mode="clip"), options)
+        adjusted = ops.adjust_logits(logits, mine, lengths)
+        # A row that wants nothing does not notice those that do.
+        return jnp.where(has_options[:, None], adjusted, logits)
+
     sampled = ops.sample(
-        logits,
+        jax.lax.cond(jnp.any(has_options), adjust, lambda: logits),
         # Rows that sample nothing must not make a greedy batch pay for sampling.
         temperature=jnp.where(is_wanted, rows.temperature, 0.0),
         top_k=rows.top_k,
         top_p=rows.top_p,
+        min_p=rows.min_p,
         seeds=rows.seeds,
-        positions=batch.context_lens,
+        positions=lengths,
     )
+    row = jnp.where(has_options, inputs.row_ids, max_seqs)
+    tokens = options.tokens.at[row, lengths].set(sampled, mode="drop")
     found = jax.lax.cond(
         jnp.any(is_wanted & inputs.has_logprobs),
-        lambda: dict(
-            zip(_LISTED, ops.top_logprobs(logits, sampled, sizes.num_listed), strict=True)
-        ),
+        lambda: _logprobs(logits, sampled, sizes.num_listed),
         lambda: _no_logprobs(hidden.shape[0], sizes.num_listed),
     )
-    return sampled, found | {"tokens": sampled}
+    return sampled, dataclasses.replace(options, tokens=tokens), found | {"tokens": sampled}
+
+
+def _prompt_logprobs(
+    model: Any, hidden: jax.Array, next_tokens: jax.Array, count: int
+) -> dict[str, jax.Array]:
+    """What is told of the tokens that follow those of `hidden[T, E]`, where it is asked for."""
+    num_tokens = hidden.shape[0]
+    chunk = min(num_tokens, _LOGIT_ROWS)
+
+    def of_chunk(part: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        hidden, wanted = part
+        return jax.lax.cond(
+            jnp.any(wanted >= 0),
+            lambda: _logprobs(
+                model.logits(hidden).astype(jnp.float32), jnp.maximum(wanted, 0), count
+            ),
+            lambda: _no_logprobs(chunk, count),
+        )
+
+    def of_all() -> dict[str, jax.Array]:
+        # Logits of all tokens at once may take more memory than the model.
+        rest = -num_tokens % chunk
+        rows = jnp.pad(hidden, ((0, rest), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+        wanted = jnp.pad(next_tokens, (0, rest), constant_values=-1).reshape(-1, chunk)
+        found = jax.lax.map(of_chunk, (rows, wanted))
+        return {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in found.items()}
+
+    is_wanted = jnp.any(next_tokens >= 0)
+    return jax.lax.cond(is_wanted, of_all, lambda: _no_logprobs(num_tokens, count))
 
 
 def _admit(rows: RowState, inputs: StepInputs) -> RowState:
@@ -296,8 +353,12 @@ def _admit(rows: RowState, inputs: StepInputs) -> RowState:
     )
 
 
-_LISTED = ("logprob", "rank", "top_logprobs", "top_ids")
+LISTED = ("logprob", "rank", "top_logprobs", "top_ids")
 """Outputs in the order of `ops.top_logprobs`."""
+
+
+def _logprobs(logits: jax.Array, chosen: jax.Array, count: int) -> dict[str, jax.Array]:
+    return dict(zip(LISTED, ops.top_logprobs(logits, chosen, count), strict=True))
 
 
 def _no_logprobs(num_rows: int, count: int) -> dict[str, jax.Array]:

@@ -10,9 +10,10 @@ import numpy as np
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import ResolvedConfig
+from paged_jax.engine.answer import text_stream
 from paged_jax.engine.beam import BeamSearch
-from paged_jax.engine.detokenize import TextStream
 from paged_jax.engine.request import Request, Sequence
+from paged_jax.engine.rules import check_rules
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from paged_jax.shapes import ceil_div
@@ -35,14 +36,12 @@ def check_request(
 ) -> Request:
     """Checks a request before anything is allocated for it.
 
-    Raises: ValueError that names the field and the rule; NotImplementedError for a sampling field
-      that does not act yet.
+    Raises: ValueError that names the field and the rule.
     """
     if not isinstance(request_id, str):
         raise ValueError(f"request_id ({request_id!r}) must be text")
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
-    params.check_supported()
     text, ids, salt = _parse_prompt(prompt, tokenizer)
     if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
         raise ValueError(f"priority ({priority!r}) must be an integer")
@@ -68,6 +67,8 @@ def check_request(
         )
     if params.stop_strings and tokenizer is None:
         raise ValueError("stop needs a tokenizer, and this model has none")
+    eos = frozenset() if params.ignore_eos else eos_token_ids
+    rules = check_rules(params, tokenizer, vocab_size, eos_token_ids)
     limit = config.max_model_len
     if params.max_tokens is not None:
         limit = min(limit, len(ids) + params.max_tokens)
@@ -83,16 +84,23 @@ def check_request(
         arrival_time=now,
         priority=int(priority),
         deadline=None if timeout is None else now + timeout,
-        stop_ids=frozenset() if params.ignore_eos else eos_token_ids,
+        stop_ids=eos | rules.stop_ids,
+        named_stop_ids=rules.stop_ids - eos,
+        banned=rules.banned,
+        guide_maker=rules.guide_maker,
         num_logprobs=params.logprobs,
+        prompt_logprobs=None if params.prompt_logprobs is None else [None],
         cache_salt=salt,
     )
     for index in range(params.n):
-        stream = None
-        if tokenizer is not None:
-            stream = TextStream(tokenizer, ids, params.stop_strings)
         request.sequences.append(
-            Sequence(request=request, index=index, tokens=list(ids), text=stream)
+            Sequence(
+                request=request,
+                index=index,
+                tokens=list(ids),
+                text=text_stream(request, tokenizer),
+                guide=rules.guide_maker.make() if rules.guide_maker else None,
+            )
         )
     return request
 

@@ -23,11 +23,13 @@ def sample(
     top_p: Float[Array, " R"],
     seeds: UInt32[Array, "R 3"],
     positions: Int[Array, " R"],
+    min_p: Float[Array, " R"] | None = None,
 ) -> Int[Array, " R"]:
     """Chooses one token per row.
 
-    Filter order: temperature, top-k, then top-p on the renormalised rest. Greedy is the argmax of
-    the float32 logits; ties go to the lowest id. A batch of greedy rows pays only the argmax.
+    Filter order: temperature, min-p, top-k, then top-p on the renormalised rest. Greedy is the
+    argmax of the float32 logits; ties go to the lowest id. A batch of greedy rows pays only the
+    argmax. A logit of -inf is never chosen where another is finite.
 
     Args:
       logits: Any float dtype; compared in float32.
@@ -37,6 +39,7 @@ def sample(
       seeds: Low word and high word of the request's seed, and the index of the choice.
       positions: Position that the chosen token will have, so that a draw depends on nothing but
         the request: not on its row, its batchmates, preemption or chunking.
+      min_p: Least probability to keep, as a fraction of the greatest, in [0, 1]; 0 or None: off.
     Returns: int32 token ids.
     """
     logits = logits.astype(jnp.float32)
@@ -46,7 +49,7 @@ def sample(
     def draw() -> jax.Array:
         scale = jnp.where(is_random, temperature, 1.0)[:, None]
         scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / scale
-        kept = _kept(scaled, is_random, top_k, top_p)
+        kept = _kept(scaled, is_random, top_k, top_p, min_p)
         weights = jnp.where(kept, jnp.exp(scaled), 0.0)
         return jnp.where(is_random, _inverse_cdf(weights, _uniform(seeds, positions)), best)
 
@@ -73,12 +76,22 @@ def top_logprobs(
     return (own - log_total)[:, 0], rank, values - log_total, ids.astype(jnp.int32)
 
 
-def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """bool[R, V], tokens that pass top-k and then top-p.
+def _kept(
+    scaled: jax.Array,
+    is_random: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array | None = None,
+) -> jax.Array:
+    """bool[R, V], tokens that pass min-p, top-k and then top-p.
 
-    Both keep the most likely tokens whose measure reaches a target: each token measures 1 and the
-    target is k, or its probability and the target is p. So both are one loop, run for the filters
-    that any row uses.
+    The last two keep the most likely tokens whose measure reaches a target: each token measures 1
+    and the target is k, or its probability and the target is p. So both are one loop, run for the
+    filters that any row uses.
+
+    Args:
+      scaled: Logits over the temperature, less their maximum: a probability is `exp` of it times
+        the greatest.
     """
     order = _ordered_bits(scaled)
     uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1])
@@ -106,7 +119,9 @@ def _kept(scaled: jax.Array, is_random: jax.Array, top_k: jax.Array, top_p: jax.
 
     first = jnp.where(jnp.any(uses_k), 0, 1)
     last = jnp.where(jnp.any(uses_p), 2, 1)
-    return jax.lax.fori_loop(first, last, apply, jnp.ones(scaled.shape, bool))
+    # log(0) is -inf, which keeps everything.
+    start = scaled >= (-jnp.inf if min_p is None else jnp.log(min_p)[:, None])
+    return jax.lax.fori_loop(first, last, apply, start)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

@@ -1,0 +1,106 @@
+"""What a request asks of the logits before a token is chosen: bans, biases and penalties."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from paged_jax.shapes import ceil_div
+
+WORD_BITS = 32
+"""Tokens per word of a mask; token t is bit t % 32 of word t // 32."""
+
+
+Leaf = Any
+"""An array, or what JAX puts in its place where it makes a tree of something else."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LogitOptions:
+    """Per row: its tokens, and what is done to the logits of the next one."""
+
+    tokens: Leaf  # i32[S, L], prompt and output by position
+    num_prompt: Leaf  # i32[S]
+    allowed: Leaf  # u32[S, W], the tokens that may be chosen
+    deferred: Leaf  # u32[S, W], those that may not before `min_length`
+    min_length: Leaf  # i32[S], prompt and output tokens
+    bias_ids: Leaf  # i32[S, B], V or more in padding
+    biases: Leaf  # f32[S, B]
+    presence: Leaf  # f32[S], taken from tokens in the output
+    frequency: Leaf  # f32[S], taken for each time that a token is in the output
+    repetition: Leaf  # f32[S], divides what is in prompt or output; 1 = off
+
+
+def create_logit_options(
+    max_seqs: int, max_length: int, vocab_size: int, max_biases: int
+) -> LogitOptions:
+    """Returns S rows that change nothing."""
+    words = ceil_div(vocab_size, WORD_BITS)
+    return LogitOptions(
+        tokens=jnp.zeros((max_seqs, max_length), jnp.int32),
+        num_prompt=jnp.zeros(max_seqs, jnp.int32),
+        allowed=jnp.full((max_seqs, words), 0xFFFFFFFF, jnp.uint32),
+        deferred=jnp.zeros((max_seqs, words), jnp.uint32),
+        min_length=jnp.zeros(max_seqs, jnp.int32),
+        bias_ids=jnp.full((max_seqs, max_biases), words * WORD_BITS, jnp.int32),
+        biases=jnp.zeros((max_seqs, max_biases), jnp.float32),
+        presence=jnp.zeros(max_seqs, jnp.float32),
+        frequency=jnp.zeros(max_seqs, jnp.float32),
+        repetition=jnp.ones(max_seqs, jnp.float32),
+    )
+
+
+def pack_mask(is_set: np.ndarray) -> np.ndarray:
+    """u32[W] of bool[V], on the host."""
+    padded = np.zeros(ceil_div(len(is_set), WORD_BITS) * WORD_BITS, bool)
+    padded[: len(is_set)] = is_set
+    return np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def adjust_logits(
+    logits: Float[Array, "R V"], options: LogitOptions, lengths: Int[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Applies in this order: bans, biases, repetition, frequency and presence penalties.
+
+    Args:
+      logits: float32.
+      options: Of these R rows.
+      lengths: Tokens before the one that is chosen; those of `options.tokens` are counted up to
+        there.
+    Returns: float32; banned tokens are -inf.
+    """
+    vocab_size = logits.shape[1]
+    rows = jnp.arange(logits.shape[0])[:, None]
+    is_early = (lengths < options.min_length)[:, None]
+    banned = ~options.allowed | jnp.where(is_early, options.deferred, 0)
+    logits = jnp.where(_unpack(banned, vocab_size), -jnp.inf, logits)
+    logits = logits.at[rows, options.bias_ids].add(options.biases, mode="drop")
+
+    def penalise() -> jax.Array:
+        position = jnp.arange(options.tokens.shape[1])[None]
+        is_known = position < lengths[:, None]
+        is_output = is_known & (position >= options.num_prompt[:, None])
+        known = jnp.where(is_known, options.tokens, vocab_size)
+        is_seen = jnp.zeros(logits.shape, bool).at[rows, known].set(True, mode="drop")
+        counts = jnp.zeros(logits.shape, jnp.float32)
+        counts = counts.at[rows, known].add(is_output.astype(jnp.float32), mode="drop")
+        factor = jnp.where(is_seen, options.repetition[:, None], 1.0)
+        found = jnp.where(logits > 0.0, logits / factor, logits * factor)
+        found -= options.frequency[:, None] * counts
+        return found - jnp.where(counts > 0.0, options.presence[:, None], 0.0)
+
+    has_penalty = (
+        (options.presence != 0.0) | (options.frequency != 0.0) | (options.repetition != 1.0)
+    )
+    return jax.lax.cond(jnp.any(has_penalty), penalise, lambda: logits)
+
+
+def _unpack(words: UInt32[Array, "R W"], size: int) -> jax.Array:
+    """bool[R, size]."""
+    places = jnp.arange(WORD_BITS, dtype=jnp.uint32)[None, None]
+    bits = (words[:, :, None] >> places) & 1
+    return bits.reshape(words.shape[0], -1)[:, :size] != 0
