@@ -194,6 +194,26 @@ def test_the_length_limit_is_not_scaled_again(name):
         assert found.max_model_len == (want or min(2048, spec.max_position_embeddings))
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("mscale", "in_scale", "in_tables"),
+    [
+        # 0.1 * mscale_all_dim * ln(40) + 1, and its ratio to that of mscale.
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.3688879, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.707}, 1.2608038, 1.0857264),
+        ({}, 1.0, 1.3688879),
+    ],
+)
+def test_the_scale_of_latent_attention_has_mscale_too(key, mscale, in_scale, in_tables):
+    """Of queries and of keys, and only once in the tables, which some of the features pass."""
+    found = json.loads((DATA / "tiny" / "deepseek_v3" / "config.json").read_text())
+    del found["rope_parameters"]
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    attention = read_spec(found | {key: yarn | mscale}).layers[0].attention
+    assert attention.sm_scale == pytest.approx(24**-0.5 * in_scale**2, rel=1e-6)
+    assert attention.rope.attention_factor == pytest.approx(in_tables, rel=1e-6)
+
+
 def _llama(**more: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
