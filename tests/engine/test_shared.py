@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from paged_jax.engine import prefix_cache
+from paged_jax.models.decoder import Decoder
 from paged_jax.sampling_params import SamplingParams
 from tests.engine.harness import assert_idle, assert_tables_tight, make_engine, run_all, step
 
@@ -238,6 +240,25 @@ def test_logprobs_after_a_cached_prefix_are_those_of_the_prompt(toy, rng):
         for expected, entries in zip(found[0], warm, strict=True):
             assert entries == pytest.approx(expected, abs=1e-5)
     assert found[2][0].keys() != found[0][0].keys()
+
+
+@pytest.mark.exhaustive
+def test_warm_logprobs_of_bfloat16_are_near_the_cold_ones(toy, rng):
+    """B15: the same rest of a prompt is computed on its cached beginning."""
+    engine = make_engine(Decoder(toy.spec, dtype="bfloat16", rngs=nnx.Rngs(7)))
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    for _ in range(10):
+        prompt, found = prompt_of(rng, 32), []
+        for _ in range(3):
+            output = run_all(engine, [("a", prompt, params)]).finished["a"]
+            [entries] = output.outputs[0].logprobs
+            found.append({token: entry.logprob for token, entry in entries.items()})
+        assert output.num_cached_tokens == 31
+        assert found[1] == found[2]
+        common = found[0].keys() & found[1].keys()
+        assert len(common) >= 18
+        for token in common:
+            assert found[0][token] == pytest.approx(found[1][token], abs=0.05)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
