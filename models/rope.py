@@ -111,21 +111,25 @@ def rotate(x: jax.Array, tables: Rotation, spec: RopeSpec) -> jax.Array:
 def inverse_frequencies(spec: RopeSpec, head_dim: int, context_length: int = 0) -> np.ndarray:
     """float32 [rotated / 2], the angle per position of each pair of features.
 
+    Rounded to float32 where models are trained with that: one unit in the last place is an angle
+    of 1e-3 after some ten thousand positions.
+
     Source: Su et al. 2021 for the base form; the `llama3` bands as described for Llama 3.1; Peng
     et al. 2023 (YaRN); Ding et al. 2024 (LongRoPE).
     """
     dim = int(spec.fraction * head_dim)
-    inv_freq = 1.0 / spec.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if spec.kind == "linear":
-        inv_freq = inv_freq / spec.factor
-    if spec.kind == "llama3":
-        inv_freq = _llama3(inv_freq, spec)
-    if spec.kind == "yarn":
-        inv_freq = _yarn(inv_freq, spec, dim)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    periods = (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
     is_long = context_length > spec.original_max_position
     if divisors := (spec.long_divisors if is_long else ()) or spec.freq_divisors:
-        inv_freq = inv_freq / np.asarray(divisors)
-    return inv_freq.astype(np.float32)
+        periods = np.asarray(divisors, np.float32) * periods
+    if spec.kind == "linear":
+        return 1.0 / periods / np.float32(spec.factor)
+    if spec.kind == "llama3":
+        return _llama3(1.0 / periods, spec)
+    if spec.kind == "yarn":
+        return _yarn(periods, spec, dim)
+    return 1.0 / periods
 
 
 def _llama3(inv_freq: np.ndarray, spec: RopeSpec) -> np.ndarray:
@@ -137,7 +141,7 @@ def _llama3(inv_freq: np.ndarray, spec: RopeSpec) -> np.ndarray:
     return (1 - blend) * inv_freq / spec.factor + blend * inv_freq
 
 
-def _yarn(inv_freq: np.ndarray, spec: RopeSpec, dim: int) -> np.ndarray:
+def _yarn(periods: np.ndarray, spec: RopeSpec, dim: int) -> np.ndarray:
     """Features that turn often within the original context are kept, slow ones are stretched."""
 
     def feature(turns: float) -> float:
@@ -149,9 +153,9 @@ def _yarn(inv_freq: np.ndarray, spec: RopeSpec, dim: int) -> np.ndarray:
     if spec.is_truncated:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (np.arange(dim // 2) - low) / max(high - low, 0.001)
-    stretched = np.clip(ramp, 0.0, 1.0)
-    return inv_freq / spec.factor * stretched + inv_freq * (1 - stretched)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    kept = 1 - np.clip(ramp, 0.0, 1.0)
+    return 1.0 / (spec.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _dynamic(spec: RopeSpec, inv_freq: jax.Array, positions: jax.Array) -> jax.Array:

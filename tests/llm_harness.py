@@ -28,6 +28,7 @@ def assert_idle(llm: LLM) -> None:
     names = ("num_used", "num_running", "num_waiting", "num_swapped")
     assert [llm.stats()[name] for name in names] == [0, 0, 0, 0]
     assert not llm.engine.has_unfinished()
+    assert not llm._open
     llm.reset_prefix_cache()
     assert llm.stats()["num_free"] == llm.stats()["num_blocks"]
 

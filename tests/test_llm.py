@@ -3,6 +3,7 @@ import tokenizers
 
 from paged_jax import LLM, BeamSearchParams, SamplingParams
 from paged_jax.models.tokenizer import Tokenizer
+from tests.byte_tokenizer import byte_backend
 from tests.llm_harness import GREEDY, OPTIONS, PROMPTS, assert_idle, open_texting, run, tokens
 
 
@@ -268,6 +269,24 @@ def test_a_refused_prompt_keeps_the_good_ones_of_its_call_from_running(llm):
     with pytest.raises(ValueError, match="outside the vocabulary"):
         run(llm, [*PROMPTS, [258]])
     assert llm.stats() == before
+
+
+@pytest.mark.parametrize("token", [-1, 258])
+def test_a_refused_prompt_leaves_those_alone_that_run(llm, alone, token):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    read = [next(stream)]
+    for call, params in ((llm.generate, GREEDY), (llm.beam_search, BeamSearchParams(beam_width=2))):
+        with pytest.raises(ValueError, match=f"prompt token id {token} is outside"):
+            call([PROMPTS[1], [1, token]], params, use_tqdm=False)
+    assert tokens([[*read, *stream][-1]]) == alone[:1]
+
+
+def test_a_text_may_have_tokens_that_the_model_lacks(texting, monkeypatch):
+    backend = byte_backend([], 258)
+    backend.add_special_tokens(["<new>"])
+    monkeypatch.setattr(texting.engine, "tokenizer", Tokenizer(backend, special_tokens={}))
+    with pytest.raises(ValueError, match=r"prompt token id 258 is outside the vocabulary \[0, 258"):
+        run(texting, "a<new>")
 
 
 def test_a_field_that_is_not_built_is_refused(llm):

@@ -37,7 +37,7 @@ class BlockBudget:
     def free(self, row: int) -> None:
         """Frees a row in the plan being made; it can be given away again in the same plan."""
         state, cache = self.state, self.state.cache
-        state.released.discard(row)
+        state.released.pop(row, None)
         self.freed.append(row)
         heapq.heappush(state.free_rows, row)
         rowless = []
@@ -111,6 +111,7 @@ class BlockBudget:
         """Frees rows of the past, but those that are forked now or have blocks to be retained."""
         state = self.state
         parents = {fork.parent for fork in state.forks} | set(state.reindexed.values())
-        for row in sorted(state.released - parents):
+        # In order of their end, which is the order of last use.
+        for row in [row for row in state.released if row not in parents]:
             if state.cache is None or not state.cache.has_pending(state.ledger.tables[row]):
                 self.free(row)

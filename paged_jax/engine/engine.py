@@ -146,7 +146,7 @@ class Engine(Loop):
 
     @property
     def events(self) -> Callable[[Event], None] | None:
-        """Called with every `Event`; None: nobody listens."""
+        """Called with every `Event`, until it raises, which is logged; None: nobody listens."""
         return self.dispatcher.recorder.sink
 
     @events.setter

@@ -1,5 +1,6 @@
 """Turns what an engine does into events; nothing is done while nobody listens."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +12,11 @@ from paged_jax.ledger import Ledger, LedgerAllocation
 from paged_jax.outputs import FinishReason
 from paged_jax.plan import Plan
 
+_logger = logging.getLogger("paged_jax")
+
 
 class Recorder:
-    """Numbers dispatches and tells a sink of them."""
+    """Numbers dispatches and tells a sink of them, until it raises: no request ends by that."""
 
     def __init__(self) -> None:
         self.sink: Callable[[Event], None] | None = None
@@ -88,11 +91,9 @@ class Recorder:
         now = time.monotonic()
         seconds = now - max(start_time, self._last_read)
         self._last_read = now
-        if self.sink is not None and data:
-            event = Event(
-                time=now, dispatch=number, kind="dispatch", data=data | {"seconds": seconds}
-            )
-            self.sink(event)
+        if data:
+            data = data | {"seconds": seconds}
+            self._send(Event(time=now, dispatch=number, kind="dispatch", data=data))
 
     def first_token(self, request: Request) -> None:
         """The first token of a request was read."""
@@ -111,4 +112,13 @@ class Recorder:
         if self.sink is not None:
             name = None if request is None else request.request_id
             now, number = time.monotonic(), self.num_dispatches
-            self.sink(Event(time=now, dispatch=number, kind=kind, request_id=name, **fields))
+            self._send(Event(time=now, dispatch=number, kind=kind, request_id=name, **fields))
+
+    def _send(self, event: Event) -> None:
+        if self.sink is None:
+            return
+        try:
+            self.sink(event)
+        except Exception:
+            _logger.exception("events raised, and gets no more of them")
+            self.sink = None

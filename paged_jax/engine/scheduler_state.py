@@ -44,8 +44,8 @@ class SchedulerState:
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Sequence] = field(default_factory=list)
     """By rank."""
-    released: set[int] = field(default_factory=set)
-    """Rows whose sequence is gone, to be freed by a next plan."""
+    released: dict[int, None] = field(default_factory=dict)
+    """Rows whose sequence is gone, in that order, to be freed by a next plan."""
     forks: list[Fork] = field(default_factory=list)
     reindexed: dict[int, int] = field(default_factory=dict)
     """Row to the row whose table it takes in the next plan."""
@@ -142,7 +142,7 @@ class SchedulerState:
         if sequence in self.running:
             self.running.remove(sequence)
         self.reindexed.pop(sequence.row, None)
-        self.released.add(sequence.row)
+        self.released[sequence.row] = None
         sequence.lost_blocks = tuple(self.ledger.tables[sequence.row])
         sequence.row = None
 

@@ -156,7 +156,7 @@ def _record_engine(engine: "Engine", now: float) -> dict[str, Any]:
         | {
             "waiting": [sequence.key for sequence in state.waiting],
             "running": [sequence.key for sequence in state.running],
-            "released": sorted(state.released),
+            "released": list(state.released),
             "forks": [[fork.parent, fork.child.key, fork.num_tokens] for fork in state.forks],
             "reindexed": list(state.reindexed.items()),
             "costs": dataclasses.asdict(state.costs),
@@ -181,7 +181,7 @@ def _state_of(
         cache=old.cache,
         is_by_priority=old.is_by_priority,
         running=[find(key) for key in record["running"]],
-        released=set(record["released"]),
+        released=dict.fromkeys(record["released"]),
         forks=[
             Fork(parent=parent, child=find(key), num_tokens=num_tokens)
             for parent, key, num_tokens in record["forks"]

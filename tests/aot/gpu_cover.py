@@ -41,7 +41,13 @@ def meetings(entry: Entry) -> set[tuple]:
     found = set(itertools.combinations(factors, 2))
     if op_of(entry.kernel) in ("decode", "prefill"):  # the others know no queries
         numbers.append(("group", shape.num_heads // shape.num_kv_heads))
-        options = (len(shape.windows), shape.soft_cap, shape.has_sinks, shape.context_len)
+        options = (
+            len(shape.windows),
+            shape.soft_cap,
+            shape.has_sinks,
+            shape.context_len,
+            shape.is_packed,
+        )
         numbers.append(("options", options))
         found |= {(factor, ("pool", entry.pool)) for factor in factors}
         found.add((("op", "attention"), ("shape", entry.shape)))

@@ -43,12 +43,13 @@ def _cache(shape: Shape, block_size: int, pool: str) -> KVCache:
         num_layers=NUM_LAYERS, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim
     )
     dtype = jnp.dtype(pool)
-    one = _array(kv_shape(spec, 1, block_size, "split", "gpu"), dtype)
+    layout = "packed" if shape.is_packed else "split"
+    one = _array(kv_shape(spec, 1, block_size, layout, "gpu"), dtype)
     num_blocks = ceil_div(MIN_POOL_BYTES, one.size * dtype.itemsize // 2)
     return KVCache(
-        kv=_array(kv_shape(spec, num_blocks, block_size, "split", "gpu"), dtype),
+        kv=_array(kv_shape(spec, num_blocks, block_size, layout, "gpu"), dtype),
         scales=_array(scales_shape(spec, num_blocks, block_size, dtype, "gpu"), jnp.float32),
-        layout="split",
+        layout=layout,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
@@ -61,11 +62,12 @@ def _decode(kernel: str, shape: Shape, cache: KVCache):
     context = (_table(shape, cache, rows), _i32(rows), _sinks(shape), _i32())
 
     def decode(q, cache, block_tables, context_lens, sinks, num_rows):
+        lse = None
         for layer in range(NUM_LAYERS):
             for window in shape.windows:
                 options = _options(shape, cache, window, sinks, num_rows)
-                q, _ = paged_decode(q, cache.kv, layer, block_tables, context_lens, **options)
-        return q
+                q, lse = paged_decode(q, cache.kv, layer, block_tables, context_lens, **options)
+        return q, lse
 
     return decode, (q, cache, *context), ()
 
@@ -78,11 +80,12 @@ def _prefill(kernel: str, shape: Shape, cache: KVCache):
 
     def prefill(q, cache, block_tables, context_lens, query_starts, sinks, num_rows):
         rows = (block_tables, context_lens, query_starts)
+        lse = None
         for layer in range(NUM_LAYERS):
             for window in shape.windows:
                 options = _options(shape, cache, window, sinks, num_rows)
-                q, _ = paged_prefill(q, cache.kv, layer, *rows, **options)
-        return q
+                q, lse = paged_prefill(q, cache.kv, layer, *rows, **options)
+        return q, lse
 
     return prefill, (q, cache, *context), ()
 
@@ -120,6 +123,7 @@ def _options(shape: Shape, cache: KVCache, window: int | None, sinks, num_rows) 
         "soft_cap": shape.soft_cap,
         "sinks": sinks,
         "num_rows": num_rows,
+        "return_lse": shape.return_lse,
     }
 
 

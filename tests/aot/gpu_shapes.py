@@ -15,6 +15,16 @@ _MORE_SHAPES = (
     Shape(name="phi3-mini", num_heads=32, num_kv_heads=32, head_dim=96, prefill_rows=64),
     Shape(name="head dim 112", num_heads=16, num_kv_heads=4, head_dim=112),
     Shape(name="head dim 192", num_heads=16, num_kv_heads=2, head_dim=192),
+    # What no model needs, and callers of `ops` may ask for.
+    Shape(
+        name="small blocks, packed, log-sum-exp",
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        return_lse=True,
+        is_packed=True,
+        block_sizes=(1, 8),
+    ),
 )
 SHAPES = shapes.SHAPES | {shape.name: shape for shape in _MORE_SHAPES}
 
@@ -43,7 +53,7 @@ FACTORS = {
     "target": tuple(GPU_TARGETS),
     "kernel": tuple(k for k in TARGETS_OF if HAS_MOSAIC or not is_mosaic(k)),
     "shape": tuple(SHAPES),
-    "block_size": (16, 64, 128),
+    "block_size": (1, 8, 16, 64, 128),
     "pool": POOLS,
 }
 
@@ -69,6 +79,8 @@ def refusal(entry: Entry) -> str | None:
             return "head dim"
         if shape.num_heads // shape.num_kv_heads > 16:
             return "group"
+        if entry.block_size < 8:
+            return "block size"
     return None
 
 

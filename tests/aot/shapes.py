@@ -26,6 +26,8 @@ class Shape:
     windows: tuple[int | None, ...] = (None,)  # the kinds of layers
     soft_cap: float | None = None
     has_sinks: bool = False
+    return_lse: bool = False
+    is_packed: bool = False  # on a GPU, where it is by request
     decode_rows: int = 64
     prefill_rows: int = 8
     context_len: int = CONTEXT_LEN

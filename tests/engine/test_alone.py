@@ -154,6 +154,25 @@ def test_preempted_requests_are_computed_again_and_lose_nothing(small, alone, rn
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("kind", ["add", "dispatch", "first_token", "finish"])
+def test_whoever_listens_and_fails_ends_no_request(toy, alone, rng, caplog, kind):
+    """C16: the failure is told once, and requests go on without events."""
+    engine, prompt, kinds = make_engine(toy), prompt_of(rng, 6), []
+
+    def listen(event):
+        kinds.append(event.kind)
+        if event.kind == kind:
+            raise ValueError("no disk is left")
+
+    engine.events = listen
+    run = run_all(engine, [("a", prompt, greedy(5)), ("b", prompt, greedy(9))])
+    assert run.tokens("a") == alone(prompt, greedy(5))
+    assert run.tokens("b") == alone(prompt, greedy(9))
+    assert kinds.count(kind) == len(caplog.records) == 1
+    assert engine.events is None
+    assert_idle(engine)
+
+
 def mixed_requests(rng: np.random.Generator, count: int):
     for i in range(count):
         is_greedy = i % 3 > 0

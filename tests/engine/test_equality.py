@@ -74,6 +74,7 @@ def test_preemption_after_some_tokens_repeats_and_loses_none(toy, alone, rng, mo
     """A10: after 1, 4 and 5 tokens, of one request twice."""
     engine = make_engine(toy, preemption_mode=mode, overlap=overlap)
     limit(engine, chunk=64, decode_steps=1)
+    engine.tokenizer = Tokenizer(byte_backend(["<s>", "</s>"], 258), special_tokens={})
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     asks = [Ask(name=name, prompt=draw_prompt(rng, 8), params=params) for name in "ab"]
     places = {"a": {1, 5}, "b": {4}}
@@ -89,6 +90,8 @@ def test_preemption_after_some_tokens_repeats_and_loses_none(toy, alone, rng, mo
     assert places == {"a": set(), "b": set()}
     assert differences(asks, run, alone) == []
     assert [run.ends[name].metrics.num_preemptions for name in "ab"] == [2, 1]
+    for output in run.ends.values():
+        assert output.outputs[0].text == engine.tokenizer.decode(output.outputs[0].token_ids)
     stats = engine.stats()
     assert (stats["prompt_tokens"], stats["generation_tokens"]) == (16, 24)
     assert_empty(engine)
@@ -184,19 +187,29 @@ def test_a_pool_full_of_cached_blocks_admits_at_once(toy, alone, rng):
     assert differences([fresh], run, alone) == []
 
 
-def test_swapped_requests_with_a_common_prefix_equal_each_alone(toy, alone, rng):
+@pytest.mark.parametrize("swap_blocks", [3, 100])
+def test_swapped_requests_with_a_common_prefix_equal_each_alone(toy, alone, rng, swap_blocks):
     """B20: twenty arrivals at random in a pool of six blocks, two of them of the prefix."""
     engine = make_engine(toy, block_size=16, num_blocks=NUM_BLOCKS[16], preemption_mode="swap")
+    engine.config = dataclasses.replace(engine.config, swap_blocks=swap_blocks)
+    kinds = set()
+    engine.events = lambda event: kinds.add(event.kind)
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     prefix = draw_prompt(rng, 32)
     asks = [
-        Ask(name=str(i), prompt=prefix + draw_prompt(rng, 12 + i), params=params) for i in range(4)
+        Ask(name=str(i), prompt=prefix + draw_prompt(rng, 2 + 4 * i), params=params)
+        for i in range(4)
     ]
+
+    def look(engine):
+        assert engine.state.num_swapped_blocks <= swap_blocks
+
     for _ in range(20):
         came = [dataclasses.replace(ask, arrival=int(rng.integers(8))) for ask in asks]
-        assert differences(came, run_asks(engine, came), alone) == []
+        run = run_asks(engine, came, after_step=look)
+        assert differences(came, run, alone) == []
         assert_empty(engine)
-    assert engine.stats()["num_preemptions"] > 0
+    assert {"preempt", "swap_out", "evict"} <= kinds
 
 
 def test_aborted_requests_leave_no_image_on_the_host(toy, rng):

@@ -176,6 +176,20 @@ def test_the_latest_arrival_is_preempted_and_returns_to_the_front():
     assert [s.request.request_id for s in simulation.state.waiting] == ["2", "3"]
 
 
+def test_a_preempted_request_waits_behind_an_equal_that_came_before_it():
+    """B26: even if that one has never run, since it did not fit."""
+    config = with_options(scheduling_policy="priority", num_blocks=8)
+    simulation = Simulation(config)
+    first, _, last = long_answers(3, 18, 8)
+    for prompt, max_tokens in ((first, 18), (30, 2), (last, 18)):
+        simulation.add(prompt, max_tokens)
+    order = []
+    while simulation.requests:
+        order += names_of(simulation.step(), admitted=True)
+    assert order == ["0", "2", "1", "2"]
+    assert simulation.num_preemptions == 1
+
+
 def test_chunks_of_a_prompt_fill_the_budget():
     simulation = Simulation(CONFIG)
     simulation.add([2] * 40, 2)
@@ -266,6 +280,25 @@ def test_a_cached_prompt_that_fills_the_pool_runs_again(length):
         for _ in range(20):
             simulation.step()
     assert len(simulation.ended) == 2
+    simulation.assert_idle()
+
+
+def test_what_was_cached_when_a_request_did_not_fit_may_be_gone_when_it_does():
+    """A5: one that waits is looked up again; the request that runs has evicted its prefix."""
+    simulation = Simulation(with_options(num_blocks=8, enable_prefix_caching=True))
+    head, growing = long_answers(2, 20, 12)
+    simulation.add(head, 1)
+    simulation.step()
+    running = simulation.add(growing, 20)
+    late = simulation.add([*head, *growing], 2)
+    assert names_of(simulation.step()) == [running]
+    (sequence,) = simulation.requests[late].sequences
+    assert simulation.state.cache.match(sequence.tokens, None, []).num_tokens == 12
+    while running in simulation.requests:
+        assert names_of(simulation.step()) == [running]
+    while simulation.requests:
+        simulation.step()
+    assert simulation.cached[late] == 0
     simulation.assert_idle()
 
 

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from paged_jax.engine import prefix_cache
+from paged_jax.models.decoder import Decoder
 from paged_jax.sampling_params import SamplingParams
 from tests.engine.harness import assert_idle, assert_tables_tight, make_engine, run_all, step
 
@@ -99,6 +101,17 @@ def test_a_prompt_that_fills_the_pool_runs_twice(small, alone, rng):
     assert_idle(small)
 
 
+def test_a_block_reused_for_other_tokens_serves_them_only(small, alone, rng):
+    """A2: the second prompt takes every block of the pool."""
+    first, second = prompt_of(rng, 8), prompt_of(rng, 24)
+    for name, prompt in (("a", first), ("b", second), ("again", first)):
+        run = run_all(small, [(name, prompt, greedy(1))])
+        assert run.tokens(name) == alone(prompt, greedy(1))
+        assert run.finished[name].num_cached_tokens == 0
+        assert len(small.state.cache) <= 6
+    assert_idle(small)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_who_comes_back_to_its_own_blocks_computes_the_rest(toy, alone, rng, mode):
     """A5: cached and scheduled tokens are all that are known, at every admission."""
@@ -164,7 +177,16 @@ def test_choices_survive_a_preemption_each_for_itself(small, alone, rng):
     assert len(cut[0]) == 3
     assert max(map(len, cut)) > 3
     ignoring = dataclasses.replace(greedy(12), ignore_eos=True)
-    run = run_all(small, [("other", other, ignoring), ("a", prompt, params)], arrivals=[0, 1])
+    seen = []
+
+    def look(engine):
+        if (request := engine._requests.get("a")) is not None:
+            ended = [sequence.index for sequence in request.sequences if sequence.finish_reason]
+            seen.append((ended, request.num_preemptions))
+
+    requests = [("other", other, ignoring), ("a", prompt, params)]
+    run = run_all(small, requests, arrivals=[0, 1], after_step=look)
+    assert all(ended for ended, count in seen if count), "nobody goes before the first has ended"
     assert run.choices("a") == cut
     assert run.tokens("other") == alone(other, greedy(12))
     assert run.finished["a"].metrics.num_preemptions > 0
@@ -176,7 +198,10 @@ def test_choices_copy_the_block_that_they_write(toy, alone, rng):
     engine = make_engine(toy)
     params = SamplingParams(temperature=1.0, seed=4, n=4, max_tokens=8)
     prompt = prompt_of(rng, 6)
+    kinds = []
+    engine.events = lambda event: kinds.append(event.kind)
     run = run_all(engine, [("a", prompt, params)], after_step=assert_tables_tight)
+    assert kinds.count("copy") == 3, "the last to write keeps the block"
     assert run.choices("a") == [alone(prompt, params, choice=index) for index in range(4)]
     assert len({tuple(tokens) for tokens in run.choices("a")}) == 4
     # A full block of all, and of each what it has said: 6 + 8 - 1 tokens are four blocks.
@@ -199,17 +224,60 @@ def test_a_prompt_that_goes_on_from_an_answer_copies_its_tail(toy, alone, rng):
     assert_idle(engine)
 
 
-def test_the_order_of_eviction_is_that_of_last_use_with_overlap_or_without(toy, rng):
-    """D6: a block that is freed a dispatch later is not evicted in another order."""
-    prompts = [prompt_of(rng, length) for length in (9, 13, 5, 8)]
-    orders = []
-    for overlap in (False, True):
-        engine = make_engine(toy, overlap=overlap)
-        for i, prompt in enumerate([*prompts, prompts[0]]):
-            run_all(engine, [(str(i), prompt, greedy(4))])
-        cache = engine.state.cache
-        entries = [cache._entries[block].tokens for block in cache._reclaimable]
-        orders.append(entries)
-        assert_idle(engine)
-    assert orders[0] == orders[1]
-    assert orders[0][-1] == tuple(prompts[0][:4]), "used last, and its head after its tail"
+def test_logprobs_after_a_cached_prefix_are_those_of_the_prompt(toy, rng):
+    """B14: of the token at the end of it, whoever ran in between."""
+    engine = make_engine(toy)
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2)
+    prompt, other = prompt_of(rng, 9), prompt_of(rng, 9)
+    found = []
+    for name, ids, hits in (("a", prompt, 0), ("b", prompt, 8), ("c", other, 0), ("d", prompt, 8)):
+        output = run_all(engine, [(name, ids, params)]).finished[name]
+        assert output.num_cached_tokens == hits
+        listed = output.outputs[0].logprobs
+        assert listed is not None
+        found.append([{i: entry.logprob for i, entry in entries.items()} for entries in listed])
+    for warm in (found[1], found[3]):
+        for expected, entries in zip(found[0], warm, strict=True):
+            assert entries == pytest.approx(expected, abs=1e-5)
+    assert found[2][0].keys() != found[0][0].keys()
+
+
+@pytest.mark.exhaustive
+def test_warm_logprobs_of_bfloat16_are_near_the_cold_ones(toy, rng):
+    """B15: the same rest of a prompt is computed on its cached beginning."""
+    engine = make_engine(Decoder(toy.spec, dtype="bfloat16", rngs=nnx.Rngs(7)))
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    for _ in range(10):
+        prompt, found = prompt_of(rng, 32), []
+        for _ in range(3):
+            output = run_all(engine, [("a", prompt, params)]).finished["a"]
+            [entries] = output.outputs[0].logprobs
+            found.append({token: entry.logprob for token, entry in entries.items()})
+        assert output.num_cached_tokens == 31
+        assert found[1] == found[2]
+        common = found[0].keys() & found[1].keys()
+        assert len(common) >= 18
+        for token in common:
+            assert found[0][token] == pytest.approx(found[1][token], abs=0.05)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_order_of_eviction_is_that_of_last_use(toy, rng, overlap):
+    """D6: also where blocks are freed dispatches after their requests have ended."""
+    engine = make_engine(toy, overlap=overlap, decode_steps=1)
+    prompts = [prompt_of(rng, length) for length in (9, 5, 8, 6)]
+    # Their rows are in another order than their ends, of which two are in dispatches that follow.
+    lengths = (9, 5, 2, 1)
+    requests = [(str(i), prompts[i], greedy(lengths[i])) for i in range(4)]
+    run = run_all(engine, requests)
+    expected = []
+    for i in (3, 2, 1, 0):
+        known = [*prompts[i], *run.tokens(str(i))[:-1]]
+        blocks = [tuple(known[k : k + 4]) for k in range(0, len(known) - 3, 4)]
+        expected += reversed(blocks)
+    cache = engine.state.cache
+    assert [cache._entries[block].tokens for block in cache._reclaimable] == expected
+    # One that is used again is evicted last, and its head after its tail.
+    run_all(engine, [("again", prompts[3], greedy(1))])
+    assert cache._entries[list(cache._reclaimable)[-1]].tokens == tuple(prompts[3][:4])
+    assert_idle(engine)

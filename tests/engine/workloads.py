@@ -153,17 +153,20 @@ class Run:
     """Segments with prefill of each sequence."""
     num_steps: int = 0
 
-    def see(self, outputs: Listed[RequestOutput], seen: dict[tuple[str, int], list[int]]) -> None:
-        """Takes outputs: tokens only ever come after those before, and a request ends once."""
+    def see(
+        self, outputs: Listed[RequestOutput], seen: dict[tuple[str, int], tuple[list[int], str]]
+    ) -> None:
+        """Takes outputs: what is said only ever grows, and a request ends once."""
         for output in outputs:
             name = output.request_id
             assert name not in self.ends, f"{name} goes on after its end"
             for choice in output.outputs:
                 if choice.cumulative_logprob is not None:
                     continue  # beams change places
-                before = seen.get((name, choice.index), [])
+                before, text = seen.get((name, choice.index), ([], ""))
                 assert choice.token_ids[: len(before)] == before, f"{name} took a token back"
-                seen[name, choice.index] = list(choice.token_ids)
+                assert choice.text.startswith(text), f"{name} took text back"
+                seen[name, choice.index] = list(choice.token_ids), choice.text
             if output.finished:
                 self.ends[name] = output
 

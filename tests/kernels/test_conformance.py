@@ -166,6 +166,19 @@ def test_order_of_rows_does_not_matter(backend, order):
     np.testing.assert_array_equal(prefill(backend, moved_inputs), out[moved])
 
 
+@pytest.mark.parametrize("first", [126, 127, 128])
+def test_a_window_may_begin_beside_the_edge_of_a_chunk(backend, first):
+    """Each row's first query sees from this position on, where chunks of 128 meet."""
+    [case] = [case for case in CASES if case.name == "window4_block4_group3"]
+    lens = tuple(first + case.sliding_window - 1 + count for count in case.query_lens)
+    case = case.with_lens(lens, case.query_lens)
+    inputs = build(case)
+    decoded, _ = decode_with_lse(backend, inputs, case=case)
+    assert_close(decoded, expected_decode(inputs, case)[0])
+    prefilled, _ = prefill_with_lse(backend, inputs, case=case)
+    assert_close(prefilled, expected_prefill(inputs, case)[0])
+
+
 def test_dead_slots_do_not_change_a_bit(backend):
     clean, *others = (build(BASE, poison) for poison in (0.0, 1e3, -1e30, np.nan, -np.inf))
     for other in others:

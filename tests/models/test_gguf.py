@@ -126,17 +126,17 @@ PRECISION = {
 
 
 @pytest.mark.parametrize("kind", PRECISION)
-@pytest.mark.parametrize("num_rows", [1, 37, 48])
-def test_every_format_keeps_its_precision(path, kind, num_rows):
-    values = np.random.default_rng(0).normal(size=(num_rows, 256)).astype(np.float32)
+@pytest.mark.parametrize("shape", [(1, 256), (37, 256), (48, 256), (256,)])
+def test_every_format_keeps_its_precision(path, kind, shape):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     stored = gguf.GGMLQuantizationType[kind]
     name = with_matrix(path, quantize(values, stored), stored)
     checkpoint = open_gguf(path)
 
-    assert checkpoint.shapes()[name] == (num_rows, 256)
+    assert checkpoint.shapes()[name] == shape
     read = checkpoint.read(name)
     assert read.dtype == {"F16": np.float16, "BF16": jnp.bfloat16}.get(kind, np.float32)
-    assert read.shape == (num_rows, 256)
+    assert read.shape == shape
     block_size = 256 if kind.startswith("TQ") else 32
     error = np.abs(read.astype(np.float32) - values).reshape(-1, block_size).max(axis=1)
     largest = np.abs(values).reshape(-1, block_size).max(axis=1)

@@ -41,6 +41,15 @@ def test_a_missing_tensor_is_named(checkpoint):
         load_model(open_checkpoint(path))
 
 
+def test_names_without_their_prefix_are_not_taken_for_others(checkpoint):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    with pytest.raises(ValueError, match=r"lacks tensor model\.embed_tokens\.weight \(20 missing"):
+        load_model(open_checkpoint(checkpoint(change=change)))
+
+
 def test_a_surplus_tensor_is_named(checkpoint):
     path = checkpoint(change=lambda t: t.update(extra=np.zeros(3, np.float32)))
     with pytest.raises(ValueError, match="has tensor extra, which the model does not use"):

@@ -69,8 +69,9 @@ def test_frequencies_are_those_of_transformers(name):
     spec = rope_spec(config(name))
     for want, length in expected(name):
         got = inverse_frequencies(spec, HEAD_DIM, length)
-        # Ours are float64 rounded once; transformers' are computed in float32.
-        np.testing.assert_allclose(got, np.float32(want["inv_freq"]), rtol=3e-7)
+        assert got.dtype == np.float32
+        # To the bit: a last place is an angle of 1e-3 at the far positions below.
+        np.testing.assert_array_equal(got, np.float32(want["inv_freq"]))
         assert spec.attention_factor == pytest.approx(want["attention_factor"], rel=1e-9)
 
 
@@ -80,9 +81,11 @@ def test_tables_are_those_of_transformers(name):
     spec = rope_spec(config(name))
     for (want, _), (cos, sin) in zip(expected(name), found_tables()[name], strict=True):
         positions = np.asarray(want["positions"])
-        # An angle is a float32 product: it is off by up to half a unit in its last place, and by
-        # as much again for the rounding of the frequency, which grows with the position.
-        most = (1e-6 + 2e-7 * positions)[:, None] * spec.attention_factor
+        most = 1e-6 * spec.attention_factor
+        if spec.kind == "dynamic":
+            # The device computes these, to some units in the last place of a frequency.
+            is_grown = positions >= spec.original_max_position
+            most = np.where(is_grown, 1e-6 + 2e-7 * positions, most)[:, None]
         assert np.all(np.abs(cos - np.float32(want["cos"])) <= most)
         assert np.all(np.abs(sin - np.float32(want["sin"])) <= most)
 
@@ -192,6 +195,26 @@ def test_the_length_limit_is_not_scaled_again(name):
     for positions, want in ((512, 512), (spec.max_position_embeddings, None)):
         found = resolve(config_of_engine, cache_spec(spec), np.float32, positions)
         assert found.max_model_len == (want or min(2048, spec.max_position_embeddings))
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("mscale", "in_scale", "in_tables"),
+    [
+        # 0.1 * mscale_all_dim * ln(40) + 1, and its ratio to that of mscale.
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.3688879, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.707}, 1.2608038, 1.0857264),
+        ({}, 1.0, 1.3688879),
+    ],
+)
+def test_the_scale_of_latent_attention_has_mscale_too(key, mscale, in_scale, in_tables):
+    """Of queries and of keys, and only once in the tables, which some of the features pass."""
+    found = json.loads((DATA / "tiny" / "deepseek_v3" / "config.json").read_text())
+    del found["rope_parameters"]
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    attention = read_spec(found | {key: yarn | mscale}).layers[0].attention
+    assert attention.sm_scale == pytest.approx(24**-0.5 * in_scale**2, rel=1e-6)
+    assert attention.rope.attention_factor == pytest.approx(in_tables, rel=1e-6)
 
 
 def _llama(**more: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ T = 10
 SPLITS = {
     "whole": [9],
     "3, then the rest": [3, 6],
+    "3, then one by one": [3],
     "chunks of 2": [2, 2, 2, 2, 1],
     "chunks of 4": [4, 4, 1],
 }
@@ -91,7 +92,7 @@ def paged(
     kv = core.create_kv_cache(spec, 12, 2, jnp.float32)
     kv = dataclasses.replace(kv, kv=jnp.full_like(kv.kv, jnp.nan))
     cache, outs, start = core.PagedCache(blocks=blocks, kv=kv), [], 0
-    for index, count in enumerate([*split, *[1] * NEW]):
+    for index, count in enumerate([*split, *[1] * (TOTAL - sum(split))]):
         is_decode = index >= len(split)
         is_alone = has_decode_program and is_decode and index % 2 == 0
         room = (2 if is_alone else T) - count
