@@ -22,7 +22,9 @@ compiled_kept = jax.jit(module._kept)
 compiled_top = jax.jit(ops.top_logprobs, static_argnames="count")
 
 
-def sample(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=1, choice=0, positions=None):
+def sample(
+    logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, choice=0, positions=None
+):
     """Draws one token per row; scalars stand for all rows."""
     logits = np.asarray(logits, np.float32)
     rows = logits.shape[0]
@@ -36,12 +38,13 @@ def sample(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=1, choice=0, pos
         top_p=np.broadcast_to(np.float32(top_p), rows),
         seeds=seeds,
         positions=positions.astype(np.int32),
+        min_p=np.broadcast_to(np.float32(min_p), rows),
     )
     assert tokens.dtype == jnp.int32
     return np.asarray(tokens)
 
 
-def draws(logits, times: int = 8, **options) -> np.ndarray:
+def draws(logits, times: int = 40, **options) -> np.ndarray:
     """Counts per token over `times` batches of one row of logits, padded with banned tokens."""
     padded = np.full(V, -np.inf, np.float32)
     padded[: len(logits)] = logits
@@ -50,12 +53,13 @@ def draws(logits, times: int = 8, **options) -> np.ndarray:
     return np.bincount(np.concatenate(tokens), minlength=len(logits))
 
 
-def oracle(logits, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def oracle(logits, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
     """Probabilities after the filters by sorting, in float64; 0 for rejected tokens."""
     scaled = (np.float32(logits) - np.float32(max(logits))) / np.float32(temperature)
     weights = np.exp(scaled.astype(np.float64))
+    weights[weights < np.float32(min_p)] = 0.0
     if 0 < top_k < len(logits):
-        weights[scaled < np.sort(scaled)[-top_k]] = 0.0
+        weights[scaled < np.sort(scaled)[-top_k]] = 0.0  # those that min-p left are the greatest
     if top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order]) / weights.sum()
@@ -75,10 +79,11 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 FILTERS = [
-    (temperature, top_k, top_p)
+    (temperature, top_k, top_p, min_p)
     for temperature in (0.5, 1.0, 2.0)
     for top_k in (0, 1, 3, 40, V, 1000)
     for top_p in (0.05, 0.6, 0.95, 1.0)
+    for min_p in (0.0, 0.2, 1.0)
 ]
 
 
@@ -91,7 +96,9 @@ def test_kept_set_equals_the_sorting_oracle(kind, rng):
         "ties": rng.integers(-3, 3, V).astype(float),
         "banned": np.where(rng.random(V) < 0.9, -np.inf, rng.standard_normal(V)),
     }[kind].astype(np.float32)
-    temperatures, top_ks, top_ps = (np.array(column) for column in zip(*FILTERS, strict=True))
+    temperatures, top_ks, top_ps, min_ps = (
+        np.array(column) for column in zip(*FILTERS, strict=True)
+    )
     scaled = (logits - logits.max())[None, :] / temperatures.astype(np.float32)[:, None]
     kept = np.asarray(
         compiled_kept(
@@ -99,21 +106,31 @@ def test_kept_set_equals_the_sorting_oracle(kind, rng):
             np.ones(len(FILTERS), bool),
             top_ks.astype(np.int32),
             top_ps.astype(np.float32),
+            min_ps.astype(np.float32),
         )
     )
-    for row, (temperature, top_k, top_p) in enumerate(FILTERS):
-        expected = oracle(logits, temperature, top_k, top_p) > 0
+    for row, filters in enumerate(FILTERS):
+        expected = oracle(logits, *filters) > 0
         # A banned token may be kept with weight 0 when fewer than k are allowed.
         assert (kept[row] & (logits > -np.inf)).tolist() == expected.tolist(), FILTERS[row]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.5, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.6), (1.0, 4, 0.9), (2.0, 2, 0.99)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (0.5, 0, 1.0, 0.0),
+        (1.0, 3, 1.0, 0.0),
+        (2.0, 0, 0.6, 0.0),
+        (1.0, 4, 0.9, 0.0),
+        (2.0, 2, 0.99, 0.0),
+        (2.0, 0, 1.0, 0.2),
+        (1.0, 0, 0.9, 0.1),
+        (2.0, 3, 0.9, 0.2),
+    ],
 )
-def test_draws_follow_the_filtered_distribution(temperature, top_k, top_p):
+def test_draws_follow_the_filtered_distribution(temperature, top_k, top_p, min_p):
     logits = [4.0, 3.0, 2.0, 1.0, 0.0, 3.0, -1.0, 2.5]
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     assert_distributed(draws(logits, **options), oracle(logits, **options))
 
 
