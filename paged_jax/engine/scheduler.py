@@ -353,7 +353,7 @@ class _Round:
             left = sequence.request.max_total_tokens - len(sequence.tokens) - sequence.num_unread
             counts.append(count := left if left < most else most)
             # Of its blocks those for one token are planned.
-            cost += (segment.start + count - 1) // size - segment.start // size
+            cost += (segment.start % size + count - 1) // size
         if cost > self.blocks.available:
             return
         self.blocks.num_free -= cost
