@@ -76,11 +76,14 @@ class Ledger:
         tables, lengths, refcounts = self.tables, self.lengths, self.refcounts
         last = {row: len(tables[row]) - 1 for row in copied}
         for row in sorted(growth):
-            tables[row] += [self._take() for _ in range(growth[row])]
+            for _ in range(growth[row]):
+                tables[row].append(block := self.free_blocks.pop())
+                refcounts[block] = 1
         copies = {}
         for row in copied:
-            source, target = tables[row][last[row]], self._take()
+            source, target = tables[row][last[row]], self.free_blocks.pop()
             refcounts[source] -= 1
+            refcounts[target] = 1
             tables[row][last[row]] = target
             copies[row] = (source, target)
         for row, end in ends.items():
@@ -238,11 +241,6 @@ class Ledger:
         self.lengths[row] = length
         for block in block_ids:
             self.refcounts[block] += 1
-
-    def _take(self) -> int:
-        block = self.free_blocks.pop()
-        self.refcounts[block] = 1
-        return block
 
     def _drop(self, block: int) -> None:
         if self.refcounts[block] < 1:

@@ -52,7 +52,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int, root: bytes = b"") -> None:
         self.block_size = block_size
-        self._packed = struct.Struct(f"<{block_size}q")
+        self._pack = struct.Struct(f"<{block_size}q").pack
         self._root = root
         self._version = 0
         self._entries: dict[int, _Entry] = {}
@@ -60,8 +60,8 @@ class PrefixCache:
         # Ordered sets of blocks, that used last at the end.
         self._pending: dict[int, None] = {}
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
-        # By digest of the block before and own first token.
-        self._children: dict[tuple[bytes, int], dict[int, None]] = {}
+        # By digest of the block before and own first token; a dict only where there are several.
+        self._children: dict[tuple[bytes, int], int | dict[int, None]] = {}
 
     def __len__(self) -> int:
         """Entries; a block has at most one."""
@@ -135,16 +135,21 @@ class PrefixCache:
           start: First block of the table to register.
           end: Block after the last.
         """
-        self._extend(hashes, tokens, salt, end)
+        self._extend(hashes, tokens, salt, start)
+        parent = hashes[start - 1] if start else self._root_digest(salt)
+        blocks, entries, size = self._blocks, self._entries, self.block_size
+        # Hundreds of blocks fill in a dispatch: no calls that can be spared.
         for index in range(start, end):
+            piece = tuple(tokens[index * size : (index + 1) * size])
+            if index == len(hashes):
+                hashes.append(hashlib.sha256(parent + self._pack(*piece)).digest())
             digest = hashes[index]
-            if digest in self._blocks:
-                continue
-            block = table[index]
-            assert block not in self._entries, f"block {block} is known with other content"
-            parent = hashes[index - 1] if index else self._root_digest(salt)
-            self._enter(block, _Entry(digest, parent, self._slice(tokens, index)))
-            self._pending[block] = None
+            if digest not in blocks:
+                block = table[index]
+                assert block not in entries, f"block {block} is known with other content"
+                self._enter(block, _Entry(digest, parent, piece))
+                self._pending[block] = None
+            parent = digest
 
     def take_pending(self) -> tuple[int, ...]:
         """Blocks to retain in the plan being made, in order of publication; retained from now."""
@@ -169,7 +174,8 @@ class PrefixCache:
             if block in self._entries:
                 self._reclaimable.pop(block, None)
                 siblings = self._children[_family(self._entries[block])]
-                siblings[block] = siblings.pop(block)
+                if isinstance(siblings, dict):
+                    siblings[block] = siblings.pop(block)
 
     def unreference(self, block_ids: Sequence[int]) -> None:
         """Makes the retained blocks among these reclaimable, as those used last.
@@ -234,7 +240,7 @@ class PrefixCache:
             "entries": [
                 [block, entry.digest.hex(), entry.parent.hex(), entry.tokens]
                 for siblings in self._children.values()
-                for block, entry in ((block, self._entries[block]) for block in siblings)
+                for block, entry in ((x, self._entries[x]) for x in _members(siblings))
             ],
         }
 
@@ -250,13 +256,14 @@ class PrefixCache:
         self._reclaimable.update(dict.fromkeys(record["reclaimable"]))
 
     def _enter(self, block: int, entry: _Entry) -> None:
-        self._entries[block] = entry
-        self._blocks[entry.digest] = block
-        siblings = self._children.get(_family(entry))
-        if siblings is None:
-            self._children[_family(entry)] = {block: None}
-        else:
+        digest, parent, tokens = self._entries[block] = entry
+        self._blocks[digest] = block
+        family = parent, tokens[0]
+        siblings = self._children.setdefault(family, block)
+        if isinstance(siblings, dict):
             siblings[block] = None
+        elif siblings != block:
+            self._children[family] = {siblings: None, block: None}
 
     def _root_digest(self, salt: str | None) -> bytes:
         """Start of the chain; lengths and a mark before the salt keep the fields apart."""
@@ -270,9 +277,11 @@ class PrefixCache:
     ) -> None:
         """Computes the missing ones of the first `count` digests."""
         for index in range(len(hashes), count):
-            packed = self._packed.pack(*self._slice(tokens, index))
             parent = hashes[-1] if hashes else self._root_digest(salt)
-            hashes.append(hashlib.sha256(parent + packed).digest())
+            hashes.append(self._digest(parent, self._slice(tokens, index)))
+
+    def _digest(self, parent: bytes, piece: Sequence[int]) -> bytes:
+        return hashlib.sha256(parent + self._pack(*piece)).digest()
 
     def _slice(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
@@ -280,8 +289,8 @@ class PrefixCache:
     def _longest_common(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """The candidate after `parent` that agrees with most leading tokens, and their number."""
         best, most = 0, 0
-        candidates = self._children.get((parent, tokens[0]), ())
-        for block in islice(reversed(candidates), _MAX_CANDIDATES):
+        siblings = self._children.get((parent, tokens[0]), {})
+        for block in islice(reversed(_members(siblings)), _MAX_CANDIDATES):
             num_common = _num_common(self._entries[block].tokens, tokens)
             if num_common > most:
                 best, most = block, num_common
@@ -291,13 +300,18 @@ class PrefixCache:
         entry = self._entries.pop(block)
         del self._blocks[entry.digest]
         siblings = self._children[_family(entry)]
-        del siblings[block]
-        if not siblings:
+        if isinstance(siblings, dict):
+            del siblings[block]
+        if not isinstance(siblings, dict) or not siblings:
             del self._children[_family(entry)]
 
 
 def _family(entry: _Entry) -> tuple[bytes, int]:
     return entry.parent, entry.tokens[0]
+
+
+def _members(siblings: int | dict[int, None]) -> dict[int, None]:
+    return siblings if isinstance(siblings, dict) else {siblings: None}
 
 
 def _num_common(left: Sequence[int], right: Sequence[int]) -> int:

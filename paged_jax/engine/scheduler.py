@@ -355,7 +355,7 @@ class _Round:
                 left = 1
             counts.append(count := left if left < most else most)
             # Of its blocks those for one token are planned.
-            cost += (segment.start + count - 1) // size - segment.start // size
+            cost += (segment.start % size + count - 1) // size
         if cost > self.blocks.available:
             return
         self.blocks.num_free -= cost

@@ -160,7 +160,13 @@ def test_a_row_goes_on_from_its_image(toy, alone, rng, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"overlap": False}, {"enable_prefix_caching": False}, {}], ids=str
+    "options",
+    [
+        pytest.param({"overlap": False}, marks=pytest.mark.exhaustive),
+        {"enable_prefix_caching": False},
+        {},
+    ],
+    ids=str,
 )
 def test_swapped_requests_lose_nothing(toy, alone, rng, options):
     engine = make_engine(toy, num_blocks=6, preemption_mode="swap", **options)

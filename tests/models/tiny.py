@@ -20,11 +20,10 @@ TOLERANCE = 3e-4
 """Of logits, relative to the largest magnitude; seen are 1e-6."""
 
 
-def short_set_first() -> list[Any]:
-    """All names as parameters, those outside the short set marked."""
-    return [
-        n if n in IN_SHORT_SET else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES
-    ]
+def short_set_first(*marks: pytest.MarkDecorator) -> list[Any]:
+    """All names as parameters, those outside the short set marked, as exhaustive if not told."""
+    marks = marks or (pytest.mark.exhaustive,)
+    return [n if n in IN_SHORT_SET else pytest.param(n, marks=marks) for n in NAMES]
 
 
 @functools.cache
