@@ -289,13 +289,6 @@ def test_a_text_may_have_tokens_that_the_model_lacks(texting, monkeypatch):
         run(texting, "a<new>")
 
 
-def test_a_field_that_is_not_built_is_refused(llm):
-    before = llm.stats()
-    with pytest.raises(NotImplementedError, match=r"SamplingParams\.min_p "):
-        run(llm, PROMPTS[:2], [GREEDY, SamplingParams(min_p=0.5)])
-    assert llm.stats() == before
-
-
 def test_parameters_must_be_as_many_as_prompts(llm):
     with pytest.raises(ValueError, match=r"SamplingParams \(1\) must be as many as prompts \(2\)"):
         run(llm, PROMPTS[:2], [GREEDY])

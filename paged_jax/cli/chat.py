@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answers one message, or reads messages until end of input."""
     params = options.sampling_params(arguments)
-    params.check_supported()
     engine = {"max_num_seqs": 1, **options.engine_options(arguments)}
     from paged_jax.cli.status import startup_status
 

@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints each prompt with its completion."""
     params = options.sampling_params(arguments)
-    params.check_supported()
     engine = {"max_num_seqs": min(256, len(arguments.prompts)), **options.engine_options(arguments)}
     from paged_jax.cli.status import startup_status
 

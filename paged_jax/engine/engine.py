@@ -88,8 +88,8 @@ class Engine(Loop):
           params: Sampling fields, or those of a beam search.
           priority: Lower is sooner, with `scheduling_policy="priority"`.
           timeout: Seconds after which it ends with the reason "timeout".
-        Raises: ValueError that names the field and the rule; NotImplementedError for a sampling
-          field that does not act yet. Nothing is allocated then.
+        Raises: ValueError that names the field and the rule; ImportError for structured outputs
+          without llguidance. Nothing is allocated then.
         """
         self.add_requests([(request_id, prompt, params)], priority=priority, timeout=timeout)
 

@@ -129,11 +129,11 @@ def compile_grammar(
     backend = _backend(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
     try:
         grammar = _grammar_of(params, LLMatcher)
-        problem = LLMatcher.validate_grammar(grammar, backend)
+        if problem := LLMatcher.validate_grammar(grammar, backend):
+            raise ValueError(problem)
     except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(f"structured_outputs cannot be used: {' '.join(problem.split())}")
+        why = " ".join(str(error).split())
+        raise ValueError(f"structured_outputs cannot be used: {why}") from None
     words = pack_mask(np.ones(vocab_size, bool))
     return GuideMaker(allowed=words, tokenizer=backend, grammar=grammar)
 

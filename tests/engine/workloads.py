@@ -96,6 +96,8 @@ def make_asks(
             # So small that the smallest pool holds both beams to their end.
             prompt = prompt[:31]
             params = BeamSearchParams(beam_width=2, max_tokens=draw.randint(1, 8))
+        else:
+            params = dataclasses.replace(params, **draw_options(random.Random(f"{seed} {i}"), most))
         asks.append(Ask(name=f"r{i}", prompt=prompt, params=params))
     # Drawn last: the same requests whatever comes when.
     for i, ask in enumerate(asks):
@@ -103,6 +105,23 @@ def make_asks(
         end = arrival + draw.randint(0, 20) if draw.random() < 0.25 and aborts else None
         asks[i] = dataclasses.replace(ask, arrival=arrival, priority=priority, aborted=end)
     return asks
+
+
+def draw_options(draw: random.Random, max_tokens: int) -> dict:
+    """Fields that act on logits, for a third of the requests."""
+    if draw.random() < 2 / 3:
+        return {}
+    every = {
+        "min_p": draw.choice((0.02, 0.1)),
+        "presence_penalty": draw.choice((-0.5, 0.8)),
+        "frequency_penalty": draw.choice((-0.3, 0.6)),
+        "repetition_penalty": draw.choice((0.8, 1.3)),
+        "logit_bias": {draw.randrange(258): draw.uniform(-5, 5) for _ in range(6)},
+        "allowed_token_ids": draw.sample(range(258), 60),
+        "stop_token_ids": draw.sample(range(258), 12),
+        "prompt_logprobs": draw.choice((0, 2)),
+    }
+    return {name: every[name] for name in draw.sample(list(every), draw.randint(1, 3))}
 
 
 def make_engine(model, **options) -> Engine:
