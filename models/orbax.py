@@ -5,17 +5,21 @@ the directory itself or in `orbax` below it.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from paged_jax.models.checkpoint import read_configs
+from paged_jax.models.host_arrays import aligned_empty
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 TREE = "orbax"
@@ -39,11 +43,7 @@ def open_orbax(path: Path) -> "OrbaxCheckpoint":
 
 
 class OrbaxCheckpoint:
-    """A `Checkpoint` over an Orbax tree.
-
-    Every restoring reads the metadata of the whole tree, so that a layer is restored at once, and
-    kept until its tensors are read or one of another layer is.
-    """
+    """A `Checkpoint` over an Orbax tree."""
 
     def __init__(
         self, path: Path, config: dict[str, Any], generation_config: dict[str, Any]
@@ -58,7 +58,6 @@ class OrbaxCheckpoint:
         except Exception as error:  # of many kinds, for files that are missing or damaged
             raise ValueError(f"cannot read Orbax checkpoint {tree_path}: {error}") from error
         self._arrays = dict(_flat(tree, ()))
-        self._restored: dict[tuple[str, np.dtype | None], np.ndarray] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Checkpoint.shapes`."""
@@ -69,32 +68,24 @@ class OrbaxCheckpoint:
         stored = self._arrays[name].dtype
         if not jnp.issubdtype(stored, jnp.floating):
             raise ValueError(f"tensor {name} of {self._path} has dtype {stored}, which is no float")
-        if (name, dtype) not in self._restored:
-            self._restored = {}
-            try:
-                self._restored = self._restore(_layer(name), dtype)
-            except Exception as error:  # as above
-                raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
-        return self._restored.pop((name, dtype))
+        try:
+            if _is_usual(self._tree_path):
+                return _read_rows(self._tree_path, name, dtype)
+            return self._restore(name, dtype)
+        except Exception as error:  # as above
+            raise ValueError(f"cannot read tensor {name} of {self._path}: {error}") from error
 
-    def _restore(
-        self, layer: str, dtype: np.dtype | None
-    ) -> dict[tuple[str, np.dtype | None], np.ndarray]:
-        """The floating-point tensors of a layer."""
-        arrays = {
-            name: array
-            for name, array in self._arrays.items()
-            if _layer(name) == layer and jnp.issubdtype(array.dtype, jnp.floating)
-        }
+    def _restore(self, name: str, dtype: np.dtype | None) -> np.ndarray:
+        """By Orbax, whatever the tree is stored as; it reads the metadata of the whole tree."""
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
         only = ocp.args.PyTreeRestore(
-            item=nested(arrays),
-            restore_args=nested(dict.fromkeys(arrays, as_numpy)),
+            item=nested({name: self._arrays[name]}),
+            restore_args=nested({name: as_numpy}),
             partial_restore=True,
         )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            found = checkpointer.restore(self._tree_path, args=only)
-        return {(name, dtype): array for name, array in _flat(found, ())}
+            [(_, array)] = _flat(checkpointer.restore(self._tree_path, args=only), ())
+        return array
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Checkpoint.tokenizer`."""
@@ -137,11 +128,6 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"tensor {name} cannot be above other tensors")
         node[last] = value
     return tree
-
-
-def _layer(name: str) -> str:
-    """What the names of a layer's tensors begin with: "model.layers.3"."""
-    return ".".join(name.split(".")[:3])
 
 
 def _is_key(part: str) -> bool:
@@ -198,6 +184,27 @@ def _tree_path(path: Path) -> Path | None:
 def _metadata(path: Any) -> Any:
     """Shapes and dtypes of a tree. What a Checkpointer returns varies with Orbax's version."""
     return ocp.PyTreeCheckpointHandler().metadata(path).tree
+
+
+def _is_usual(path: Path) -> bool:
+    """Whether a tree is stored as Orbax does it unless told otherwise: zarr arrays in OCDBT."""
+    if not (path / "manifest.ocdbt").is_file():
+        return False
+    return not json.loads((path / "_METADATA").read_text("utf-8")).get("use_zarr3", False)
+
+
+def _read_rows(path: Path, name: str, dtype: np.dtype | None) -> np.ndarray:
+    """One tensor, some rows at a time: Orbax restores it whole, and JAX copies that again."""
+    base = f"file://{quote(str(path))}/"
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    stored = ts.open({"driver": "zarr", "kvstore": kvstore}, read=True, open=True).result()
+    values = aligned_empty(stored.shape, dtype or stored.dtype.numpy_dtype)
+    rows = stored.shape[0] if stored.ndim else 1
+    step = max(1, _CHUNK_BYTES * rows // max(1, values.nbytes))
+    for begin in range(0, rows, step):
+        part = slice(begin, min(begin + step, rows)) if stored.ndim else ...
+        values[part] = stored[part].read().result()
+    return values
 
 
 def _flat(tree: Any, parents: tuple[str, ...]) -> Iterable[tuple[str, Any]]:

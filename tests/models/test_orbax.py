@@ -50,6 +50,22 @@ def source(tmp_path):
     return path
 
 
+@pytest.mark.parametrize("options", [{"use_zarr3": True}, {"use_ocdbt": False}, {}], ids=str)
+def test_trees_of_every_kind_of_storage_are_read(source, tmp_path, options):
+    original = open_directory(source)
+    tree = nested({name: original.read(name) for name in original.shapes()})
+    path = tmp_path / "a tree, 100%"
+    path.mkdir()
+    shutil.copy(source / "config.json", path)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(path.absolute() / "orbax", args=ocp.args.PyTreeSave(tree))
+    converted = open_orbax(path)
+    assert_same(converted, original)
+    for name in original.shapes():
+        half = converted.read(name, np.dtype(np.float16))
+        np.testing.assert_array_equal(half, original.read(name).astype(np.float16))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_every_tensor_and_config_survives(tmp_path, name):
     convert(TINY / name, tmp_path / "new")
