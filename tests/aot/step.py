@@ -9,6 +9,7 @@ from flax import nnx
 
 from paged_jax import core
 from paged_jax.decode import create_row_state
+from paged_jax.engine import logit_options
 from paged_jax.engine.step import Sizes, StepInputs, make_step
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.spec import RopeSpec, uniform_spec
@@ -53,10 +54,11 @@ def llama_step(
         lambda: core.create_block_state(num_blocks, block_size, NUM_ROWS, CONTEXT_LEN // block_size)
     )
     rows = jax.eval_shape(lambda: create_row_state(NUM_ROWS))
+    options = jax.eval_shape(lambda: logit_options.create(NUM_ROWS, CONTEXT_LEN, spec.vocab_size))
     return Program(
         fn=make_step(graphdef, treedef, SIZES),
-        args=(tuple(leaves), kv, blocks, rows, _inputs(num_tokens)),
-        donate=(1,),
+        args=(tuple(leaves), kv, blocks, rows, _inputs(num_tokens), options),
+        donate=(1, 5),
         pools=(kv.kv,),
     )
 
@@ -80,5 +82,6 @@ def _inputs(num_tokens: int) -> StepInputs:
         is_admission=flag(NUM_ROWS),
         has_logprobs=flag(NUM_ROWS),
         owners=i32(NUM_ROWS),
+        next_tokens=i32(num_tokens),
         admitted=jax.eval_shape(lambda: create_row_state(NUM_ROWS)),
     )
