@@ -322,27 +322,28 @@ def _prompt_logprobs(
     """What is told of the tokens that follow those of `hidden[T, E]`, where it is asked for."""
     num_tokens = hidden.shape[0]
     chunk = min(num_tokens, _LOGIT_ROWS)
+    rest = -num_tokens % chunk
+    hidden = jnp.pad(hidden, ((0, rest), (0, 0)))
+    wanted = jnp.pad(next_tokens, (0, rest), constant_values=-1)
+    is_wanted = jnp.any(wanted.reshape(-1, chunk) >= 0, axis=1)
+    # A loop of no turns where nobody asks: on GPU, loops are in the CUDA graph, those in branches
+    # are not.
+    end = jnp.max(jnp.where(is_wanted, jnp.arange(is_wanted.size) + 1, 0))
+    start = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), end)
 
-    def of_chunk(part: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-        hidden, wanted = part
-        return jax.lax.cond(
-            jnp.any(wanted >= 0),
-            lambda: _logprobs(
-                model.logits(hidden).astype(jnp.float32), jnp.maximum(wanted, 0), count
-            ),
-            lambda: _no_logprobs(chunk, count),
-        )
-
-    def of_all() -> dict[str, jax.Array]:
+    def one_chunk(i: jax.Array, out: dict[str, jax.Array]) -> dict[str, jax.Array]:
         # Logits of all tokens at once may take more memory than the model.
-        rest = -num_tokens % chunk
-        rows = jnp.pad(hidden, ((0, rest), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-        wanted = jnp.pad(next_tokens, (0, rest), constant_values=-1).reshape(-1, chunk)
-        found = jax.lax.map(of_chunk, (rows, wanted))
-        return {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in found.items()}
+        rows, tokens = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (hidden, wanted))
+        logits = model.logits(rows).astype(jnp.float32)
+        found = _logprobs(logits, jnp.maximum(tokens, 0), count)
+        return {
+            name: jax.lax.dynamic_update_slice_in_dim(x, found[name], i * chunk, axis=0)
+            for name, x in out.items()
+        }
 
-    is_wanted = jnp.any(next_tokens >= 0)
-    return jax.lax.cond(is_wanted, of_all, lambda: _no_logprobs(num_tokens, count))
+    out = _no_logprobs(num_tokens + rest, count)
+    out = jax.lax.fori_loop(start, end, one_chunk, out)
+    return {name: x[:num_tokens] for name, x in out.items()}
 
 
 def _admit(rows: RowState, inputs: StepInputs) -> RowState:
