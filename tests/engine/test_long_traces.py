@@ -198,7 +198,6 @@ def test_ten_thousand_requests_end_and_leave_nothing():
     run_traces(len(SETTINGS), 10_000 // len(SETTINGS) + 1)
 
 
-@pytest.mark.by_hand
 @pytest.mark.exhaustive
 def test_a_hundred_thousand_requests_end_and_leave_nothing():
     run_traces(4 * len(SETTINGS), 100_000 // (4 * len(SETTINGS)) + 1)
