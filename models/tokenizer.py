@@ -169,6 +169,23 @@ class Tokenizer:
         raise ValueError("the model has no chat template; use a plain prompt")
 
 
+def render_prompt(
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The prompt that a chat template makes of a conversation: `prompt` and `prompt_token_ids`.
+
+    Raises: ValueError when there is no tokenizer, and as `Tokenizer.apply_chat_template`.
+    """
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer: chat needs one with a chat template")
+    text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+    # The template has written BOS where it belongs.
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer | None:
     """`Tokenizer.from_directory`, or None where the directory holds no tokenizer.
 

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged_jax.async_llm import AsyncLLM
     from paged_jax.beam_search_params import BeamSearchParams
     from paged_jax.config import EngineConfig
     from paged_jax.engine import Engine
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "paged_jax.llm",
+    "AsyncLLM": "paged_jax.async_llm",
     "SamplingParams": "paged_jax.sampling_params",
     "BeamSearchParams": "paged_jax.beam_search_params",
     "RequestOutput": "paged_jax.outputs",
@@ -29,6 +31,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 - the order of docs/api.md
     "LLM",
+    "AsyncLLM",
     "SamplingParams",
     "BeamSearchParams",
     "RequestOutput",

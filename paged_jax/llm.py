@@ -16,7 +16,7 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.lifecycle import Running
 from paged_jax.engine.submission import Prompt
 from paged_jax.models.protocol import PagedModel
-from paged_jax.models.tokenizer import Tokenizer
+from paged_jax.models.tokenizer import Tokenizer, render_prompt
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import RequestProgress
 from paged_jax.sampling_params import SamplingParams
@@ -201,13 +201,7 @@ class LLM:
 
         Args: See `Tokenizer.apply_chat_template`; `options` are its other keywords.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer: chat needs one with a chat template")
-        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
-        # The template has written BOS where it belongs.
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": ids}
+        return render_prompt(self.engine.tokenizer, messages, tools, **options)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored.

@@ -32,6 +32,7 @@ LAYERS = {
     "models": "models",
     "engine": "engine",
     "llm": "llm",
+    "async_llm": "llm",
     "progress": "llm",
     "server": "server",
     "cli": "cli",

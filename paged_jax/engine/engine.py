@@ -116,23 +116,47 @@ class Engine(Loop):
                         f"request_id {request_id!r} is in use by an unfinished request"
                     )
                 taken.add(request_id)
-                check = (
-                    check_beam_request if isinstance(params, BeamSearchParams) else check_request
-                )
-                request = check(
-                    request_id,
-                    prompt,
-                    params,  # type: ignore[arg-type]
-                    self.config,
-                    self.vocab_size,
-                    self.tokenizer,
-                    self.eos_token_ids,
-                    priority=rank,
-                    timeout=timeout,
-                )
-                made.append(request)
+                made.append(self.check(request_id, prompt, params, priority=rank, timeout=timeout))
             for request in made:
                 self._add(request)
+
+    def check(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Request:
+        """A request for `add_checked`. From any thread, also while a step runs: it waits for none.
+
+        Raises: As `add_request`, but for ids in use.
+        """
+        check = check_beam_request if isinstance(params, BeamSearchParams) else check_request
+        return check(
+            request_id,
+            prompt,
+            params,  # type: ignore[arg-type]
+            self.config,
+            self.vocab_size,
+            self.tokenizer,
+            self.eos_token_ids,
+            priority=priority,
+            timeout=timeout,
+        )
+
+    def add_checked(self, request: Request) -> None:
+        """Adds what `check` has made.
+
+        Raises: ValueError for an id of an unfinished request.
+        """
+        with self._lock:
+            if request.request_id in self._requests:
+                raise ValueError(
+                    f"request_id {request.request_id!r} is in use by an unfinished request"
+                )
+            self._add(request)
 
     def _add(self, request: Request) -> None:
         request.order = self._num_added

@@ -1,0 +1,375 @@
+"""The API for servers: many requests at once, each an async iterator of its outputs.
+
+event loops                                  engine thread
+add_request: check in a worker thread  --->  inbox: add, abort
+stream.__anext__                      <---   step, outputs of one dispatch at a time
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paged_jax.beam_search_params import BeamSearchParams
+from paged_jax.engine.build import build_engine
+from paged_jax.engine.request import Request
+from paged_jax.engine.submission import Prompt
+from paged_jax.models.protocol import PagedModel
+from paged_jax.models.tokenizer import Tokenizer, render_prompt
+from paged_jax.outputs import RequestOutput
+from paged_jax.sampling_params import SamplingParams
+
+_logger = logging.getLogger("paged_jax")
+
+
+class QueueFullError(RuntimeError):
+    """As many requests as may be are waiting already."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has stopped, by an error or because it was closed."""
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one task of the loop that asked for them.
+
+    Each holds all that the request has produced so far. Who reads slowly skips some, never the
+    last, so that nothing piles up. `aclose`, which `async with contextlib.aclosing(stream)` calls,
+    aborts a request that has not ended.
+    """
+
+    def __init__(self, owner: "AsyncLLM", request_id: str) -> None:
+        self.request_id = request_id
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._newest: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+        self._is_over = False
+
+    async def __anext__(self) -> RequestOutput:
+        """The newest output, once it is another than before.
+
+        Raises: The error of the device, when the request failed more than `max_step_retries` times
+          in a row; EngineDeadError when the engine stopped.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        await self._has_news.wait()
+        self._has_news.clear()
+        output, error = self._newest, self._error
+        if error is not None:
+            self._is_over = True
+            raise error
+        assert output is not None
+        self._is_over = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request, unless it has ended."""
+        self._is_over = True
+        self._owner._leave(self)
+
+    def _tell(self, output: RequestOutput | None, error: BaseException | None) -> None:
+        """In the loop of the stream."""
+        if output is not None:
+            self._newest = output
+        self._error = self._error or error
+        self._has_news.set()
+
+
+class AsyncLLM:
+    """A model with its KV pool and a thread that runs it. Also an async context manager.
+
+    Everything may be called from any thread and event loop.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PagedModel = "smollm2-135m-instruct",
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        max_waiting: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Loads a model, makes its KV pool and starts the thread.
+
+        Args:
+          model: As in `LLM`, like `tokenizer`, `options` and what is raised.
+          tokenizer: None takes the model's own.
+          max_waiting: Unfinished requests beside the `max_num_seqs` that may run; more are refused.
+            None: any number.
+          options: Fields of `EngineConfig`.
+        """
+        if max_waiting is not None and (
+            isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1
+        ):
+            raise ValueError(f"max_waiting ({max_waiting!r}) must be an integer of at least 1")
+        self._engine = build_engine(model, tokenizer, options)
+        self._max_waiting = max_waiting
+        self._ids = itertools.count()
+        self._condition = threading.Condition()
+        """Guards what follows."""
+        self._streams: dict[str, RequestStream] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._is_closing = self._is_closed = False
+        self._error: BaseException | None = None
+        self._stats = self._engine.stats()
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="paged-jax engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Completes one prompt, yielding the output so far whenever there are new tokens.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request.
+
+        Args: As `add_request`, which refuses at the first iteration here.
+        """
+        stream = await self.add_request(
+            prompt, sampling_params, request_id, priority=priority, timeout=timeout
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            self._leave(stream)
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestStream:
+        """Takes a request in and returns its outputs to come.
+
+        Args:
+          prompt: Text, token ids, or a mapping; as in `LLM.generate`.
+          sampling_params: None: the defaults.
+          request_id: For `abort`; None: a number.
+          priority: Lower is sooner, with `scheduling_policy="priority"`.
+          timeout: Seconds after which it ends with the reason "timeout".
+        Raises: ValueError for what is refused; QueueFullError; EngineDeadError.
+        """
+        self._check_open()
+        if priority and self._engine.config.scheduling_policy != "priority":
+            raise ValueError(f'priority ({priority!r}) needs scheduling_policy="priority"')
+        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        params = SamplingParams() if sampling_params is None else sampling_params
+        # Long prompts and grammars take a while, which other requests need not wait for.
+        request = await asyncio.to_thread(
+            self._engine.check, name, prompt, params, priority=priority, timeout=timeout
+        )
+        stream = RequestStream(self, name)
+        with self._condition:
+            self._check_open()
+            waiting = len(self._streams) - self._engine.config.max_num_seqs
+            if self._max_waiting is not None and waiting >= self._max_waiting:
+                raise QueueFullError(f"{waiting} requests wait; max_waiting is {self._max_waiting}")
+            if name in self._streams:
+                raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+            self._streams[name] = stream
+            self._post(lambda: self._add(request))
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request, whose last output says so; unknown ids are ignored."""
+        with self._condition:
+            self._post(lambda: self._abort(request_id))
+
+    async def call(self, run: Callable[[Any], Any]) -> Any:
+        """Runs `run(engine)` between two dispatches and returns what it returns, or raises that.
+
+        For `update_weights`, `reset_prefix_cache`, `sleep`, `snapshot`, ...
+        """
+        self._check_open()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(value)
+
+        def task() -> None:
+            value, failure = None, None
+            try:
+                value = run(self._engine)
+            except Exception as error:
+                failure = error
+            _post_to(loop, settle, value, failure)
+
+        with self._condition:
+            self._check_open()
+            self._post(task)
+        return await done
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The prompt of a conversation; see `LLM.render`."""
+        return render_prompt(self._engine.tokenizer, messages, tools, **options)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None for a model that serves token ids only."""
+        return self._engine.tokenizer
+
+    @property
+    def config(self) -> Any:
+        """The settled sizes and options, a `ResolvedConfig`."""
+        return self._engine.config
+
+    def stats(self) -> dict[str, int]:
+        """Counts of blocks, requests and tokens after the last dispatch; see `Engine.stats`."""
+        return dict(self._stats)
+
+    def check_health(self, stalled_after: float = 600.0) -> None:
+        """Raises EngineDeadError if the engine has stopped, or a dispatch lasts so many seconds.
+
+        A first dispatch of a size compiles its program, which may take minutes.
+        """
+        self._check_open()
+        if self._streams and time.monotonic() - self._last_step > stalled_after:
+            raise EngineDeadError(f"no dispatch has ended for {stalled_after:g} s")
+
+    async def shutdown(self, timeout: float | None = 0.0) -> None:
+        """Refuses new requests, lets those that run end, and stops the thread.
+
+        Args:
+          timeout: Seconds after which what has not ended is aborted; None waits for all.
+        """
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._streams and self._thread.is_alive():
+            if end is not None and time.monotonic() >= end:
+                break
+            await asyncio.sleep(0.01)
+        with self._condition:
+            for name in self._streams:
+                self._inbox.append(lambda name=name: self._abort(name))
+            self._is_closed = True
+            self._condition.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # In event loops.
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._error!r}") from self._error
+        if self._is_closing:
+            raise EngineDeadError("the engine is shutting down")
+
+    def _post(self, task: Callable[[], None]) -> None:
+        """Hands something to the engine thread; the condition is held."""
+        self._inbox.append(task)
+        self._condition.notify()
+
+    def _leave(self, stream: RequestStream) -> None:
+        """Nobody reads a stream any more."""
+        with self._condition:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
+                self._post(lambda: self._abort(stream.request_id))
+
+    # In the engine thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if self._engine.has_unfinished() and not self._engine.runner.is_asleep:
+                    self._deliver(self._engine.step())
+                self._stats = self._engine.stats()
+                self._last_step = time.monotonic()
+        except BaseException as error:
+            _logger.exception("the engine has stopped")
+            self._error = error
+        finally:
+            self._end_streams()
+
+    def _take_inbox(self) -> bool:
+        """Runs what has come in, waiting for something if there is nothing to do; False at the end.
+
+        What is left when the end has been asked for runs before it.
+        """
+        with self._condition:
+            while not self._inbox and not self._is_closed and not self._has_work():
+                self._condition.wait()
+                self._last_step = time.monotonic()
+            tasks = list(self._inbox)
+            self._inbox.clear()
+        for task in tasks:
+            task()
+        return not self._is_closed or bool(tasks)
+
+    def _has_work(self) -> bool:
+        return self._engine.has_unfinished() and not self._engine.runner.is_asleep
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add_checked(request)
+        except ValueError as error:  # an id that was aborted and has not ended yet
+            self._tell(request.request_id, None, error)
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._tell(request_id, output, None)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            error = self._engine.error if output.error is not None else None
+            self._tell(output.request_id, output, error)
+
+    def _tell(
+        self, request_id: str, output: RequestOutput | None, error: BaseException | None
+    ) -> None:
+        with self._condition:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                return
+            if output is None or output.finished:
+                del self._streams[request_id]
+        _post_to(stream._loop, stream._tell, output, error)
+
+    def _end_streams(self) -> None:
+        with self._condition:
+            self._is_closing = self._is_closed = True
+            names = list(self._streams)
+        for name in names:
+            error = EngineDeadError("the engine has stopped")
+            error.__cause__ = self._error
+            self._tell(name, None, error)
+
+
+def _post_to(loop: asyncio.AbstractEventLoop, run: Callable[..., None], *arguments: Any) -> None:
+    """Runs something in a loop, if it still runs."""
+    try:
+        loop.call_soon_threadsafe(run, *arguments)
+    except RuntimeError:
+        _logger.debug("an event loop ended before its requests")

@@ -1,0 +1,262 @@
+"""Requests of event loops beside each other: equal to each alone, and gone when nobody reads."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from paged_jax import LLM, AsyncLLM, SamplingParams
+from paged_jax.async_llm import EngineDeadError, QueueFullError
+from tests.llm_harness import GREEDY, OPTIONS, PROMPTS, run
+
+LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, max_tokens=9),
+    SamplingParams(n=2, temperature=1.0, seed=2, max_tokens=5),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.5, logprobs=2),
+]
+
+
+@pytest.fixture
+def opened(toy):
+    """Callable options -> context of an `AsyncLLM`, all of whose blocks come back."""
+
+    @contextlib.asynccontextmanager
+    async def open_(**options):
+        async with AsyncLLM(toy, **{**OPTIONS, **options}) as llm:
+            yield llm
+            await settle(llm)
+
+    return open_
+
+
+async def settle(llm) -> None:
+    """Waits until nothing runs, and looks for what was kept."""
+    for _ in range(500):
+        stats = await llm.call(lambda engine: engine.stats())
+        if not (stats["num_used"] or stats["num_running"] or stats["num_waiting"]):
+            break
+        await asyncio.sleep(0.01)
+    assert (stats["num_used"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+    assert not llm._streams
+    assert not await llm.call(lambda engine: engine.has_unfinished())
+
+
+@pytest.fixture(scope="module")
+def alone(toy):
+    """Completions of every prompt with each of PARAMS, by one `LLM` one after another."""
+    with LLM(toy, **OPTIONS) as llm:
+        return {
+            (i, j): run(llm, [prompt], params)[0].outputs
+            for i, prompt in enumerate(PROMPTS)
+            for j, params in enumerate(PARAMS)
+        }
+
+
+async def last_of(iterator):
+    return [output async for output in iterator][-1]
+
+
+def test_many_at_once_equal_each_alone(opened, alone):
+    async def main():
+        async with opened() as llm:
+            outputs = await asyncio.gather(
+                *(last_of(llm.generate(PROMPTS[i], PARAMS[j])) for i, j in alone)
+            )
+        for key, output in zip(alone, outputs, strict=True):
+            assert output.finished
+            assert [x.token_ids for x in output.outputs] == [x.token_ids for x in alone[key]]
+
+    asyncio.run(main())
+
+
+def test_outputs_grow_and_a_slow_reader_skips_some_but_the_last(opened):
+    async def main():
+        async with opened(overlap=False, decode_steps=1) as llm:
+            seen = [o.outputs[0].token_ids async for o in llm.generate(PROMPTS[0], LONG)]
+            assert [len(x) for x in seen] == sorted({len(x) for x in seen})
+            assert all(x == seen[-1][: len(x)] for x in seen)
+            slow = await llm.add_request(PROMPTS[0], LONG)
+            while llm._streams:
+                await asyncio.sleep(0.01)
+            rest = [output async for output in slow]
+            assert [x.outputs[0].token_ids for x in rest] == [seen[-1]]
+            assert len(seen[-1]) == 30
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["break", "cancel", "aclose", "abort"])
+def test_who_goes_away_frees_the_blocks(opened, way):
+    async def main():
+        async with opened() as llm:
+            first = llm.generate(PROMPTS[1], LONG, "a")
+            if way == "abort":
+                await anext(first)
+                await llm.abort("a")
+                output = await last_of(first)
+                assert output.outputs[0].finish_reason == "abort"
+            elif way == "cancel":
+                task = asyncio.create_task(last_of(first))
+                while not llm._streams:
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            elif way == "break":
+                async for _ in first:
+                    break
+                await first.aclose()
+            else:
+                stream = await llm.add_request(PROMPTS[1], LONG)
+                await stream.aclose()
+                assert [x async for x in stream] == []
+            await settle(llm)
+            again = await last_of(llm.generate(PROMPTS[1], GREEDY, "a"))
+            assert again.finished
+
+    asyncio.run(main())
+
+
+def test_what_is_refused_is_refused_alone(opened, alone):
+    async def main():
+        async with opened() as llm:
+            good = asyncio.create_task(last_of(llm.generate(PROMPTS[0], GREEDY)))
+            for prompt, params in (
+                ([999], GREEDY),
+                ("text", GREEDY),
+                ([1], "greedy"),
+                ([], GREEDY),
+            ):
+                with pytest.raises(ValueError, match=r"vocabulary|tokenizer|params|empty"):
+                    await llm.add_request(prompt, params)
+            with pytest.raises(ValueError, match=r"^priority "):
+                await llm.add_request([1], GREEDY, priority=1)
+            stream = await llm.add_request([1], LONG, "twice")
+            with pytest.raises(ValueError, match=r"'twice' is in use"):
+                await llm.add_request([1], GREEDY, "twice")
+            await stream.aclose()
+            assert (await good).outputs[0].token_ids == alone[0, 0][0].token_ids
+
+    asyncio.run(main())
+
+
+def test_a_queue_may_be_full(opened):
+    async def main():
+        async with opened(max_waiting=2) as llm:
+            streams = [await llm.add_request(PROMPTS[0], LONG) for _ in range(4 + 2)]
+            with pytest.raises(QueueFullError, match="max_waiting is 2"):
+                await llm.add_request(PROMPTS[0], LONG)
+            await streams[0].aclose()
+            streams.append(await llm.add_request(PROMPTS[0], LONG))
+            outputs = await asyncio.gather(*map(last_of, streams[1:]))
+            assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_raises_and_others_go_on(opened, alone, caplog):
+    async def main():
+        async with opened(max_step_retries=0) as llm:
+
+            def fail(point):
+                if point == "dispatch":
+                    raise OSError("the device is gone")
+
+            def plant(engine):
+                engine.dispatcher.on_fault_point = fail
+
+            def mend(engine):
+                engine.dispatcher.on_fault_point = None
+
+            await llm.call(plant)
+            with pytest.raises(OSError, match="the device is gone"):
+                await last_of(llm.generate(PROMPTS[0], GREEDY))
+            await llm.call(mend)
+            llm.check_health()
+            output = await last_of(llm.generate(PROMPTS[0], GREEDY))
+            assert output.outputs[0].token_ids == alone[0, 0][0].token_ids
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_tells_everybody(toy, monkeypatch, caplog):
+    async def main():
+        llm = AsyncLLM(toy, **OPTIONS)
+
+        def die():
+            raise SystemExit("out of luck")
+
+        stream = await llm.add_request(PROMPTS[0], LONG)
+        monkeypatch.setattr(llm._engine, "step", die)
+        other = None
+        with contextlib.suppress(EngineDeadError):
+            other = await llm.add_request(PROMPTS[1], LONG)
+        for one in filter(None, (stream, other)):
+            with pytest.raises(EngineDeadError):
+                await last_of(one)
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            llm.check_health()
+        with pytest.raises(EngineDeadError, match="out of luck"):
+            await llm.add_request(PROMPTS[0], GREEDY)
+        await llm.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0, 0.0])
+def test_shutdown_lets_them_end_or_aborts_them(toy, timeout):
+    async def main():
+        llm = AsyncLLM(toy, **OPTIONS)
+        stream = await llm.add_request(PROMPTS[0], LONG)
+        await llm.shutdown(timeout)
+        output = await last_of(stream)
+        assert output.outputs[0].finish_reason == ("abort" if timeout == 0.0 else "length")
+        assert not llm._thread.is_alive()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await llm.add_request(PROMPTS[0], GREEDY)
+        await llm.shutdown()
+
+    asyncio.run(main())
+
+
+def test_calls_run_between_dispatches_and_return_or_raise(opened):
+    async def main():
+        async with opened() as llm:
+            stream = await llm.add_request(PROMPTS[0], LONG)
+            await llm.call(lambda engine: engine.reset_prefix_cache())
+            with pytest.raises(RuntimeError, match="no"):
+                await llm.call(lambda engine: (_ for _ in ()).throw(RuntimeError("no")))
+            assert (await last_of(stream)).finished
+            assert llm.stats()["num_blocks"] == OPTIONS["num_blocks"]
+
+    asyncio.run(main())
+
+
+def test_loops_of_several_threads_share_an_engine(toy, alone):
+    llm = AsyncLLM(toy, **OPTIONS)
+    found = {}
+
+    def work(number: int) -> None:
+        async def main():
+            for key in [key for key in alone if key[0] % 3 == number]:
+                output = await last_of(llm.generate(PROMPTS[key[0]], PARAMS[key[1]]))
+                found[key] = [x.token_ids for x in output.outputs]
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(llm.shutdown())
+    assert found == {key: [x.token_ids for x in outputs] for key, outputs in alone.items()}
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3"])
+def test_max_waiting_is_a_count(toy, value):
+    with pytest.raises(ValueError, match=r"^max_waiting "):
+        AsyncLLM(toy, max_waiting=value, **OPTIONS)
