@@ -22,6 +22,7 @@ from paged_jax.engine.submission import Prompt
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer, render_prompt
 from paged_jax.outputs import RequestOutput
+from paged_jax.request_stream import RequestStream, post_to
 from paged_jax.sampling_params import SamplingParams
 
 _logger = logging.getLogger("paged_jax")
@@ -33,54 +34,6 @@ class QueueFullError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped, by an error or because it was closed."""
-
-
-class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one task of the loop that asked for them.
-
-    Each holds all that the request has produced so far. Who reads slowly skips some, never the
-    last, so that nothing piles up. `aclose`, which `async with contextlib.aclosing(stream)` calls,
-    aborts a request that has not ended.
-    """
-
-    def __init__(self, owner: "AsyncLLM", request_id: str) -> None:
-        self.request_id = request_id
-        self._owner = owner
-        self._loop = asyncio.get_running_loop()
-        self._newest: RequestOutput | None = None
-        self._error: BaseException | None = None
-        self._has_news = asyncio.Event()
-        self._is_over = False
-
-    async def __anext__(self) -> RequestOutput:
-        """The newest output, once it is another than before.
-
-        Raises: The error of the device, when the request failed more than `max_step_retries` times
-          in a row; EngineDeadError when the engine stopped.
-        """
-        if self._is_over:
-            raise StopAsyncIteration
-        await self._has_news.wait()
-        self._has_news.clear()
-        output, error = self._newest, self._error
-        if error is not None:
-            self._is_over = True
-            raise error
-        assert output is not None
-        self._is_over = output.finished
-        return output
-
-    async def aclose(self) -> None:
-        """Aborts the request, unless it has ended."""
-        self._is_over = True
-        self._owner._leave(self)
-
-    def _tell(self, output: RequestOutput | None, error: BaseException | None) -> None:
-        """In the loop of the stream."""
-        if output is not None:
-            self._newest = output
-        self._error = self._error or error
-        self._has_news.set()
 
 
 class AsyncLLM:
@@ -111,6 +64,8 @@ class AsyncLLM:
         ):
             raise ValueError(f"max_waiting ({max_waiting!r}) must be an integer of at least 1")
         self._engine = build_engine(model, tokenizer, options)
+        self.observer: Callable[[Sequence[RequestOutput]], None] | None = None
+        """Called in the engine thread with what a dispatch has brought, until it raises."""
         self._max_waiting = max_waiting
         self._ids = itertools.count()
         self._condition = threading.Condition()
@@ -167,26 +122,53 @@ class AsyncLLM:
           timeout: Seconds after which it ends with the reason "timeout".
         Raises: ValueError for what is refused; QueueFullError; EngineDeadError.
         """
+        names = None if request_id is None else [request_id]
+        [stream] = await self.add_requests(
+            [prompt], sampling_params, names, priority=priority, timeout=timeout
+        )
+        return stream
+
+    async def add_requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[RequestStream]:
+        """Takes several prompts in, or none of them when one is refused; see `add_request`."""
         self._check_open()
         if priority and self._engine.config.scheduling_policy != "priority":
             raise ValueError(f'priority ({priority!r}) needs scheduling_policy="priority"')
-        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        if request_ids is None:
+            request_ids = [f"async-{next(self._ids)}" for _ in prompts]
         params = SamplingParams() if sampling_params is None else sampling_params
+
+        def check() -> list[Request]:
+            return [
+                self._engine.check(name, prompt, params, priority=priority, timeout=timeout)
+                for name, prompt in zip(request_ids, prompts, strict=True)
+            ]
+
         # Long prompts and grammars take a while, which other requests need not wait for.
-        request = await asyncio.to_thread(
-            self._engine.check, name, prompt, params, priority=priority, timeout=timeout
-        )
-        stream = RequestStream(self, name)
+        requests = await asyncio.to_thread(check)
+        streams = {name: RequestStream(name, self._leave) for name in request_ids}
         with self._condition:
             self._check_open()
-            waiting = len(self._streams) - self._engine.config.max_num_seqs
-            if self._max_waiting is not None and waiting >= self._max_waiting:
+            waiting = max(0, len(self._streams) - self._engine.config.max_num_seqs)
+            if self._max_waiting is not None and (
+                len(self._streams) + len(streams)
+                > self._engine.config.max_num_seqs + self._max_waiting
+            ):
                 raise QueueFullError(f"{waiting} requests wait; max_waiting is {self._max_waiting}")
-            if name in self._streams:
-                raise ValueError(f"request_id {name!r} is in use by an unfinished request")
-            self._streams[name] = stream
-            self._post(lambda: self._add(request))
-        return stream
+            for i, name in enumerate(request_ids):
+                if name in self._streams or name in request_ids[:i]:
+                    raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+            self._streams |= streams
+            for request in requests:
+                self._post(lambda request=request: self._add(request))
+        return list(streams.values())
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored."""
@@ -212,7 +194,7 @@ class AsyncLLM:
                 value = run(self._engine)
             except Exception as error:
                 failure = error
-            _post_to(loop, settle, value, failure)
+            post_to(loop, settle, value, failure)
 
         with self._condition:
             self._check_open()
@@ -339,9 +321,15 @@ class AsyncLLM:
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
         if output is not None:
-            self._tell(request_id, output, None)
+            self._deliver([output])
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        if self.observer is not None:
+            try:
+                self.observer(outputs)
+            except Exception:
+                _logger.exception("the observer of outputs has failed and is not called again")
+                self.observer = None
         for output in outputs:
             error = self._engine.error if output.error is not None else None
             self._tell(output.request_id, output, error)
@@ -355,7 +343,7 @@ class AsyncLLM:
                 return
             if output is None or output.finished:
                 del self._streams[request_id]
-        _post_to(stream._loop, stream._tell, output, error)
+        stream.tell(output, error)
 
     def _end_streams(self) -> None:
         with self._condition:
@@ -365,11 +353,3 @@ class AsyncLLM:
             error = EngineDeadError("the engine has stopped")
             error.__cause__ = self._error
             self._tell(name, None, error)
-
-
-def _post_to(loop: asyncio.AbstractEventLoop, run: Callable[..., None], *arguments: Any) -> None:
-    """Runs something in a loop, if it still runs."""
-    try:
-        loop.call_soon_threadsafe(run, *arguments)
-    except RuntimeError:
-        _logger.debug("an event loop ended before its requests")

@@ -20,6 +20,7 @@ MAX_LINES = 400
 LAYERS = {
     "config": "config",
     "shapes": "config",
+    "bitmask": "config",
     "sampling_params": "config",
     "beam_search_params": "config",
     "outputs": "config",
@@ -33,6 +34,7 @@ LAYERS = {
     "engine": "engine",
     "llm": "llm",
     "async_llm": "llm",
+    "request_stream": "llm",
     "progress": "llm",
     "server": "server",
     "cli": "cli",

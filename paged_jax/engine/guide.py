@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paged_jax.bitmask import pack_mask
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.ops import pack_mask
 from paged_jax.sampling_params import StructuredOutputsParams
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from paged_jax.bitmask import pack_mask
 from paged_jax.engine.request import Sequence
-from paged_jax.ops import LogitOptions, create_logit_options, pack_mask
+from paged_jax.ops import LogitOptions, create_logit_options
 from paged_jax.plan import Segment
 from paged_jax.sampling_params import MAX_BIASES, MOST_BIAS
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paged_jax.bitmask import pack_mask
 from paged_jax.engine.guide import GuideMaker, compile_grammar
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.ops import pack_mask
 from paged_jax.sampling_params import SamplingParams, StructuredOutputsParams
 
 

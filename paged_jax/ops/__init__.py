@@ -3,7 +3,7 @@
 from paged_jax.ops.attention import paged_decode, paged_prefill
 from paged_jax.ops.dispatch import BACKENDS, Backend
 from paged_jax.ops.grouped import grouped_product
-from paged_jax.ops.logits import LogitOptions, adjust_logits, create_logit_options, pack_mask
+from paged_jax.ops.logits import LogitOptions, adjust_logits, create_logit_options
 from paged_jax.ops.rope import rope, rope_tables
 from paged_jax.ops.sample import GREEDY_BELOW, sample, top_logprobs
 from paged_jax.ops.store import copy_kv, write_kv
@@ -17,7 +17,6 @@ __all__ = [
     "copy_kv",
     "create_logit_options",
     "grouped_product",
-    "pack_mask",
     "paged_decode",
     "paged_prefill",
     "rope",

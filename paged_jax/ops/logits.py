@@ -5,14 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from paged_jax.bitmask import WORD_BITS
 from paged_jax.shapes import ceil_div
-
-WORD_BITS = 32
-"""Tokens per word of a mask; token t is bit t % 32 of word t // 32."""
-
 
 Leaf = Any
 """An array, or what JAX puts in its place where it makes a tree of something else."""
@@ -52,13 +48,6 @@ def create_logit_options(
         frequency=jnp.zeros(max_seqs, jnp.float32),
         repetition=jnp.ones(max_seqs, jnp.float32),
     )
-
-
-def pack_mask(is_set: np.ndarray) -> np.ndarray:
-    """u32[W] of bool[V], on the host."""
-    padded = np.zeros(ceil_div(len(is_set), WORD_BITS) * WORD_BITS, bool)
-    padded[: len(is_set)] = is_set
-    return np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def adjust_logits(

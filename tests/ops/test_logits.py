@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paged_jax import ops
+from paged_jax.bitmask import pack_mask
 
 V, L, B, R = 70, 12, 6, 8  # V is not a multiple of the 32 tokens of a word
 
@@ -64,7 +65,7 @@ def pack(rows: list[dict]) -> tuple[ops.LogitOptions, np.ndarray]:
             is_allowed[list(asked["allowed"])] = True
         is_deferred = np.zeros(V, bool)
         is_deferred[list(asked["deferred"])] = True
-        state.allowed[i], state.deferred[i] = ops.pack_mask(is_allowed), ops.pack_mask(is_deferred)
+        state.allowed[i], state.deferred[i] = pack_mask(is_allowed), pack_mask(is_deferred)
         state.min_length[i] = len(asked["prompt"]) + asked["min_tokens"]
         for j, (token, bias) in enumerate(dict(asked["bias"]).items()):
             state.bias_ids[i, j], state.biases[i, j] = token, bias
@@ -165,7 +166,7 @@ def test_banned_tokens_stay_banned_and_nothing_is_nan(penalty):
 
 def test_a_mask_is_packed_as_it_is_read(rng):
     is_set = rng.random(V) < 0.5
-    words = ops.pack_mask(is_set)
+    words = pack_mask(is_set)
     assert words.dtype == np.uint32
     assert [bool(words[t // 32] >> np.uint32(t % 32) & 1) for t in range(V)] == is_set.tolist()
 
