@@ -5,6 +5,7 @@ Built from the `tokenizer.json` of a Hugging Face directory or from the metadata
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,13 @@ from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     import tokenizers
+
+# How byte-level tokenizers spell bytes (GPT-2): printable ones as themselves, others as what
+# follows in order from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)
+}
 
 
 @final
@@ -120,6 +128,21 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of one token alone, special tokens spelled out; U+FFFD for part of a character."""
         return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token alone, also where they are a part of a character."""
+        text = self._backend.id_to_token(token_id)
+        if text is not None and token_id not in self.added_tokens:
+            if self._is_byte_level and all(char in _BYTE_OF for char in text):
+                return bytes(_BYTE_OF[char] for char in text)
+            if found := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
+                return bytes.fromhex(found[1])
+        return self.decode_token(token_id).encode()
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = json.dumps(json.loads(self.to_json()).get("decoder"))
+        return '"ByteLevel"' in decoder
 
     def apply_chat_template(
         self,

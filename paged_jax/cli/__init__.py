@@ -4,11 +4,12 @@ import argparse
 import sys
 from typing import NoReturn
 
-from paged_jax.cli import bench, chat, convert, download, generate, info
+from paged_jax.cli import bench, chat, convert, download, generate, info, serve
 
 _COMMANDS = {
     "chat": chat,
     "generate": generate,
+    "serve": serve,
     "bench": bench,
     "download": download,
     "convert": convert,
