@@ -5,8 +5,11 @@ import math
 
 import pytest
 
-from paged_jax import SamplingParams
-from tests.llm_harness import run
+from paged_jax import AsyncLLM, SamplingParams
+from paged_jax.models.tokenizer import Tokenizer
+from tests.byte_tokenizer import TEMPLATE, byte_backend
+from tests.llm_harness import OPTIONS, run
+from tests.server.harness import serving
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
@@ -199,12 +202,6 @@ def test_a_length_beyond_the_context_is_cut(server):
 
 
 def test_structured_outputs_and_response_format(toy):
-    from paged_jax import AsyncLLM
-    from paged_jax.models.tokenizer import Tokenizer
-    from tests.byte_tokenizer import TEMPLATE, byte_backend
-    from tests.llm_harness import OPTIONS
-    from tests.server.harness import serving
-
     tokenizer = Tokenizer(
         byte_backend(["<s>", "</s>"], 258),
         special_tokens={"eos_token": "</s>"},

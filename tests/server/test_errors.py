@@ -2,11 +2,13 @@
 
 import json
 import random
+import threading
 
 import pytest
 
-from paged_jax import AsyncLLM
-from tests.llm_harness import OPTIONS
+from paged_jax import AsyncLLM, SamplingParams
+from paged_jax.server.fields import ChatBody, CompletionBody
+from tests.llm_harness import OPTIONS, run
 from tests.server.harness import serving, toy_llm
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -193,8 +195,6 @@ def random_value(rng: random.Random, depth: int = 0):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_fields_are_answered_or_refused(server, seed):
-    from paged_jax.server.fields import ChatBody, CompletionBody
-
     rng = random.Random(seed)
     before = server.complete(prompt="hello", temperature=0, max_tokens=4)["choices"]
     for _ in range(75):
@@ -211,11 +211,6 @@ def test_random_fields_are_answered_or_refused(server, seed):
 
 
 def test_neighbours_of_refused_requests_notice_nothing(server, direct):
-    import threading
-
-    from paged_jax import SamplingParams
-    from tests.llm_harness import run
-
     [expected] = run(direct, ["abc"], SamplingParams(temperature=0.0, max_tokens=30))
     found = []
     body = {"prompt": "abc", "temperature": 0, "max_tokens": 30}

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.server.harness import Script, serving
+from tests.server.harness import Script, serving, toy_llm
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
@@ -163,8 +163,6 @@ def test_characters_split_over_tokens_come_whole():
 
 
 def test_what_fails_later_is_told_by_one_event(toy, monkeypatch):
-    from tests.server.harness import toy_llm
-
     llm = toy_llm(toy, max_step_retries=0, overlap=False, decode_steps=1)
     with serving(llm) as server:
         expected = server.complete(prompt="hi", temperature=0, max_tokens=8)
