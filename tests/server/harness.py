@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import jax
@@ -95,6 +95,14 @@ def serving(llm: AsyncLLM, *, shutdown_timeout: float = 5.0, **options) -> Itera
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Raises: AssertionError if it does not come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def toy_llm(toy, *, template: str | None = TEMPLATE, **options) -> AsyncLLM:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.llm_harness import OPTIONS
-from tests.server.harness import serving, toy_llm
+from tests.server.harness import serving, toy_llm, wait_for
 
 LONG = {"prompt": "hi", "temperature": 0, "max_tokens": 500, "ignore_eos": True}
 
@@ -36,13 +36,6 @@ def send(server, body: dict, path: str = "/v1/completions") -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port))
     connection.sendall(head.encode() + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return connection
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
 from paged_jax.server.logs import JsonFormatter
-from tests.server.harness import serving, toy_llm
+from tests.server.harness import serving, toy_llm, wait_for
 
 NAMES = {
     "vllm:num_requests_running",
@@ -150,9 +150,12 @@ def test_each_request_has_a_name_and_a_line_in_the_log(server):
         body = {"prompt": "hello", "max_tokens": 3}
         response = server.post("/v1/completions", body, headers=named)
         assert response.headers["X-Request-Id"] == "my-request.7"
+        wait_for(lambda: len(lines) == 1)  # it is written after the answer
         server.events("/v1/completions", body, headers=named)
+        wait_for(lambda: len(lines) == 2)
         bad = server.post("/v1/completions", {}, headers={"X-Request-Id": "no spaces\tplease"})
         assert len(bad.headers["X-Request-Id"]) == 32
+        wait_for(lambda: len(lines) == 3)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
