@@ -1,7 +1,8 @@
 """Measure a model under load, or replay a trace of arrivals without one.
 
-With --simulate the engine's scheduler and block accounting run under every combination of the
-values given, with a formula for the time of a dispatch. Nothing of JAX is loaded then.
+`bench serve` measures a running server. With --simulate the engine's scheduler and block accounting
+run under every combination of the values given, with a formula for the time of a dispatch. Nothing
+of JAX is loaded then.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paged_jax.cli import options
+from paged_jax.cli import bench_serve, options
 
 if TYPE_CHECKING:
     from paged_jax.engine.report import RunLog
@@ -34,7 +35,11 @@ _WITH_TRACE = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command."""
+    """Adds the flags of the command, and a command of its own for servers."""
+    kinds = parser.add_subparsers(dest="what", metavar="serve")
+    summary = bench_serve.SUMMARY
+    server = kinds.add_parser("serve", help=summary, description=summary, allow_abbrev=False)
+    bench_serve.add_arguments(server)
     options.add_model(parser)
     parser.set_defaults(model=None)  # so that a model is refused where none is used
     parser.add_argument("--request-rate", type=float, metavar="R", help=_RATE)
@@ -69,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints figures of one run, or a table with a line per simulated combination."""
+    if arguments.what == "serve":
+        return bench_serve.run(arguments)
     is_simulated = arguments.simulate is not None
     for name in _WITH_MODEL if is_simulated else _WITH_TRACE:
         if getattr(arguments, name) is not None:

@@ -105,6 +105,52 @@ def sharegpt_like(
     return requests
 
 
+def uniform(
+    num_requests: int,
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    prefix_tokens: int = 0,
+    request_rate: float = math.inf,
+    burstiness: float = 1.0,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Requests of equal lengths.
+
+    Args:
+      prefix_tokens: Leading tokens that all prompts have in common.
+      request_rate: Requests per second; infinite: all arrive at once.
+      burstiness: Shape of the gamma distribution of the times between arrivals: 1 is Poisson, less
+        comes in bursts, more is more regular.
+    """
+    if not burstiness > 0 or not request_rate > 0:
+        raise ValueError(f"burstiness ({burstiness}) and request_rate must be above 0")
+    draw = random.Random(seed)
+    arrival, made = 0.0, []
+    for _ in range(num_requests):
+        made.append(
+            TraceRequest(
+                arrival=arrival,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                prefix_group="all" if prefix_tokens else None,
+                prefix_tokens=prefix_tokens,
+            )
+        )
+        if request_rate < math.inf:
+            arrival += draw.gammavariate(burstiness, 1 / (request_rate * burstiness))
+    return made
+
+
+def write_trace(path: str | PathLike[str], trace: Sequence[TraceRequest]) -> None:
+    """Writes what `read_trace` reads; fields at their defaults are left out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TraceRequest)}
+    with open(path, "w", encoding="utf-8") as lines:
+        for request in trace:
+            given = {k: v for k, v in dataclasses.asdict(request).items() if v != defaults[k]}
+            lines.write(json.dumps(given) + "\n")
+
+
 def token_ids(trace: Sequence[TraceRequest]) -> list[tuple[list[int], list[int]]]:
     """Prompt and output ids per request: equal within the prefix of a group, nowhere else."""
     groups: dict[str, int] = {}
