@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 
 from paged_jax.cli import options
 
@@ -78,5 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     app = make_app(llm, settled)
     timeout = arguments.shutdown_timeout
-    Server(app, llm, shutdown_timeout=timeout, host=arguments.host, port=arguments.port).run()
+    server = Server(app, llm, shutdown_timeout=timeout, host=arguments.host, port=arguments.port)
+    # uvicorn raises the signal once more when all is done, which would end this as a crash.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server.run()
     return 0
