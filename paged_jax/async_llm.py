@@ -331,8 +331,7 @@ class AsyncLLM:
                 _logger.exception("the observer of outputs has failed and is not called again")
                 self.observer = None
         for output in outputs:
-            error = self._engine.error if output.error is not None else None
-            self._tell(output.request_id, output, error)
+            self._tell(output.request_id, output, self._engine.exception_of(output))
 
     def _tell(
         self, request_id: str, output: RequestOutput | None, error: BaseException | None

@@ -336,8 +336,7 @@ class LLM:
             return
         if output.finished:
             del self._open[output.request_id]
-            if output.error is not None:
-                opened.error = self.engine.error
+            opened.error = self.engine.exception_of(output)
         opened.output = output
 
     def _leave(self, opened: "_Open") -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.engine.detokenize import TextStream
+from paged_jax.engine.guide import GuideError
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.step import LISTED, StepOutputs
 from paged_jax.models.tokenizer import Tokenizer
@@ -54,7 +55,11 @@ def take_token(
     if params.logprobs is not None:
         _take_logprobs(sequence, result, place, tokenizer)
     if sequence.guide is not None:
-        sequence.guide.accept(token)
+        try:
+            sequence.guide.accept(token)
+        except GuideError as error:
+            request.error = f"{type(error).__name__}: {error}"
+            return "error"
     if token in request.stop_ids:
         if token in request.named_stop_ids:
             sequence.stop_reason = token

@@ -17,8 +17,8 @@ from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.sampling_params import StructuredOutputsParams
 
 
-class GuideError(Exception):
-    """A grammar cannot go on, for want of memory or because of a token that it forbids."""
+class GuideError(ValueError):
+    """A grammar cannot go on: it has outgrown its limits, or met a token that it forbids."""
 
 
 class Guide(Protocol):
@@ -26,15 +26,13 @@ class Guide(Protocol):
 
     is_over: bool
     """Whether nothing may follow."""
-
-    def mask(self) -> np.ndarray:
-        """u32[W], the tokens that may come next; never empty."""
-        ...
+    mask: np.ndarray
+    """u32[W], the tokens that may come next; never empty."""
 
     def accept(self, token: int) -> None:
         """Takes the next token of the output.
 
-        Raises: GuideError if it cannot follow.
+        Raises: GuideError if it cannot follow, or nobody can tell what may follow it.
         """
         ...
 
@@ -49,16 +47,15 @@ class BadWords:
         self._allowed = allowed
         self._tail: list[int] = []
         self._longest = max(map(len, words)) - 1
+        self.mask = allowed
 
-    def mask(self) -> np.ndarray:
+    def accept(self, token: int) -> None:
+        self._tail = [*self._tail, token][-self._longest :]
         mask = self._allowed.copy()
         for *start, last in self._words:
             if self._tail[-len(start) :] == start:
                 mask[last // 32] &= ~np.uint32(1 << last % 32)
-        return mask if mask.any() else self._allowed
-
-    def accept(self, token: int) -> None:
-        self._tail = [*self._tail, token][-self._longest :]
+        self.mask = mask if mask.any() else self._allowed
 
 
 class Grammar:
@@ -70,18 +67,25 @@ class Grammar:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._bits = np.zeros((1, num_words), np.int32)
         self.is_over = False
+        self._fill()
 
+    @property
     def mask(self) -> np.ndarray:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        fill_next_token_bitmask(self._matcher, self._bits)
-        self._check()
         return self._bits[0].view(np.uint32)
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._check()
         self.is_over = self._matcher.is_stopped()
+        if not self.is_over:
+            self._fill()
+
+    def _fill(self) -> None:
+        # At once and not when the mask is wanted: a failure is then this request's alone.
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._bits)
+        self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -96,7 +96,7 @@ def row_of(sequence: Sequence, options: LogitOptions, vocab_size: int) -> LogitO
 def _guided_mask(sequence: Sequence, vocab_size: int) -> np.ndarray:
     """What the guide allows; without the ends of the sequence before its time, if it can go on."""
     assert sequence.guide is not None
-    mask, request = sequence.guide.mask(), sequence.request
+    mask, request = sequence.guide.mask, sequence.request
     if sequence.num_known - sequence.num_prompt < request.params.min_tokens:
         ends = np.zeros(vocab_size, bool)
         ends[list(request.stop_ids)] = True

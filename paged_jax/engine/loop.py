@@ -14,6 +14,7 @@ from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.core import AuditError
 from paged_jax.engine import answer, beams
 from paged_jax.engine.dispatch import Dispatcher, Issued
+from paged_jax.engine.guide import GuideError
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner, tells_prompt
 from paged_jax.engine.scheduler import schedule
@@ -133,11 +134,23 @@ class Loop:
         """The output of a request whose tokens were read; ends what has ended."""
         if request.is_beam:
             self._counts["generation_tokens"] += beams.advance(request, self.state, self.tokenizer)
+        if request.error is not None:
+            return self._finish(request, "error")  # one choice failed, and the others with it
         output = self._output(request)
         for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 self._drop(sequence)
         return self._close(request, output) if output.finished else output
+
+    def exception_of(self, output: RequestOutput) -> Exception | None:
+        """What to raise for a request that ended with an error; None for any other."""
+        if output.error is None:
+            return None
+        kind, _, message = output.error.partition(": ")
+        if kind == GuideError.__name__:
+            return GuideError(message)
+        is_last = self.error is not None and output.error == _words(self.error)
+        return self.error if is_last else RuntimeError(output.error)
 
     # Ends.
 
@@ -227,7 +240,7 @@ class Loop:
             names = names or {s.request.request_id for s in self.state.running}
             for name in sorted(names or set(self._requests)):
                 if (request := self._requests.get(name)) is not None:
-                    request.error = f"{type(error).__name__}: {error}"
+                    request.error = _words(error)
                     outputs.append(self._finish(request, "error"))
         elif self._is_untouched:
             self._is_untouched = False
@@ -290,3 +303,7 @@ class Loop:
         unread, self._unread = self._unread, None
         if unread is not None:
             self._commit(unread, outputs)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
