@@ -1,6 +1,7 @@
 """The dashboard in a real browser, over live servers of the toy model."""
 
 import contextlib
+import re
 import shutil
 import threading
 import time
@@ -30,7 +31,7 @@ SCREENS = [
     for width in (1280, 390)
     for scheme in ("light", "dark")
 ]
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 """For seconds, while states of the engine come twice a second."""
 
 
@@ -43,7 +44,7 @@ def served(toy, *, template: str | None = TEMPLATE, port: int = 0, **options) ->
     step = llm._engine.step
 
     def slow_step():
-        time.sleep(0.005)
+        time.sleep(0.02)
         return step()
 
     # The toy model is through with an answer before the page has seen one state of it.
@@ -89,7 +90,7 @@ class Watched:
             viewport={"width": width, "height": 800}, color_scheme=scheme
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
+        self.page.set_default_timeout(20_000)
         self.complaints: list[str] = []
         self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -107,6 +108,9 @@ class Watched:
     def open(self, url: str) -> None:
         self.page.goto(url)
         self.wait_for_link("Live")
+
+    def wait_for_text(self, where: str, text: str) -> None:
+        self.page.locator(where, has_text=re.compile(f"^{text}$")).wait_for()
 
     def wait_for_link(self, text: str) -> None:
         self.page.locator("#link", has_text=text).wait_for()
@@ -160,7 +164,7 @@ def test_a_chat_is_streamed_and_its_blocks_are_shown(browser, url, screen):
     assert watched.answer() or page.locator("#stop").is_visible()
     watched.assert_fits()
     watched.wait_for_end()
-    page.wait_for_function("document.querySelector('#kind-2').textContent === '0'")
+    watched.wait_for_text("#kind-2", "0")
     assert watched.count_cells(1) > cached
     assert int(page.locator("#kind-1").text_content()) == watched.count_cells(1)
     watched.assert_fits()
@@ -203,7 +207,7 @@ def test_stop_ends_the_request(watched, url):
     watched.wait_for_cells(2)
     watched.page.get_by_role("button", name="Stop").click()
     assert watched.wait_for_end() == "Stopped."
-    watched.page.wait_for_function("document.querySelector('#running').textContent === '0'")
+    watched.wait_for_text("#running", "0")
 
 
 def test_the_map_is_walked_by_keyboard_and_mouse(watched, url):
@@ -233,14 +237,10 @@ def test_a_key_is_asked_for_and_errors_are_told(watched, toy):
     with served(toy, template=None, api_key="secret") as url:
         page.goto(url)
         watched.wait_for_link("Key needed")
-        for key in ("wrong", "secret"):
+        for key, where, told in (("wrong", "#key-note", "refused"), ("secret", "#link", "Live")):
             page.get_by_role("textbox", name="API key").fill(key)
             page.get_by_role("button", name="Connect").click()
-            page.wait_for_function(
-                "key => document.querySelector(key === 'wrong' ? '#key-note' : '#link')"
-                ".textContent.match(/refused|Live/)",
-                arg=key,
-            )
+            page.locator(where, has_text=told).wait_for()
         assert page.locator("#key").is_hidden()
         watched.ask("hello")
         assert "no chat template" in watched.wait_for_end()
