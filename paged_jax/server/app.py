@@ -206,7 +206,8 @@ def _add_dashboard(app: FastAPI, llm: AsyncLLM) -> None:
                     await asyncio.sleep(0.5)
 
         await llm.call(monitor.look)  # a failure has a status then
-        return StreamingResponse(states(), media_type="text/event-stream")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(states(), media_type="text/event-stream", headers=headers)
 
 
 def _check_model(body: Body, options: ServerOptions) -> str:

@@ -28,7 +28,7 @@ class Monitor:
     def look(self, engine: Engine) -> dict[str, Any]:
         """The state of this moment; in the engine thread.
 
-        `blocks` are cells of [kind, number of the owner in `owners`, or -1].
+        `blocks` are cells of [kind, number of the owner in `owners`, or -1]; `kinds` counts blocks.
         """
         now = time.monotonic()
         if now - self._taken < 0.2:
@@ -45,11 +45,13 @@ class Monitor:
         numbers = {s.row: owners.index(s.request.request_id) for s in running if s.row is not None}
         waiting = engine.state.waiting
         listed = list(waiting)[:MAX_LISTED] if len(waiting) <= 1000 else []
+        kinds, holders = block_kinds(engine.state.ledger, numbers)
         self._state = {
             "stats": stats,
             "tokens_per_s": (count - before) / (last - then) if last > then else 0.0,
             "block_size": engine.config.block_size,
-            "blocks": block_map(engine.state.ledger, numbers),
+            "kinds": [kinds.count(kind) for kind in (FREE, CACHED, OWNED, SHARED)],
+            "blocks": block_map(kinds, holders),
             "owners": owners,
             "running": [_row(s, now) for s in running[:MAX_LISTED]],
             "waiting": [_row(s, now) for s in listed],
@@ -57,22 +59,36 @@ class Monitor:
         return self._state
 
 
-def block_map(ledger: Ledger, numbers: dict[int, int]) -> list[list[int]]:
-    """Kind and owner of each block, or of each group of neighbours where there are many.
+def block_kinds(ledger: Ledger, numbers: dict[int, int]) -> tuple[list[int], list[int]]:
+    """Kind and owner of each block, block 1 first; who owns nothing is -1.
 
     Args:
       numbers: Owner of each row.
     """
-    cells = [[FREE, -1] for _ in range(ledger.num_blocks)]
+    kinds = [CACHED if count else FREE for count in ledger.refcounts]
+    owners = [-1] * len(kinds)
     for row, table in enumerate(ledger.tables):
+        owner = numbers.get(row, -1)
         for block in table:
-            cell = cells[block - 1]
-            cell[0], cell[1] = (OWNED if cell[0] == FREE else SHARED), numbers.get(row, -1)
-    for block, count in enumerate(ledger.refcounts[1:]):
-        if count and cells[block][0] == FREE:
-            cells[block][0] = CACHED
-    group = -(-len(cells) // MAX_CELLS)
-    return [max(cells[i : i + group]) for i in range(0, len(cells), group)]
+            kinds[block] = SHARED if kinds[block] >= OWNED else OWNED
+            owners[block] = owner
+    return kinds[1:], owners[1:]
+
+
+def block_map(kinds: list[int], owners: list[int]) -> list[list[int]]:
+    """Cells of [kind, owner]: one per block, or per group of neighbours where there are many.
+
+    A group shows the most important of its blocks, the first of these.
+    """
+    group = -(-len(kinds) // MAX_CELLS)
+    if group == 1:
+        return [list(cell) for cell in zip(kinds, owners, strict=True)]
+    cells = []
+    for start in range(0, len(kinds), group):
+        part = kinds[start : start + group]
+        kind = max(part)
+        cells.append([kind, owners[start + part.index(kind)]])
+    return cells
 
 
 def _row(sequence: Any, now: float) -> dict[str, Any]:
