@@ -4,7 +4,6 @@ Online softmax over chunks of blocks in float32. Trip counts are data: a row cos
 and a padding row nothing.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,7 +244,7 @@ def _gather_rows(pool: jax.Array, layer: jax.Array | int, ids: jax.Array) -> jax
     layers, num_blocks, pool_rows, *inner = pool.shape
     # One index per row of a flat view: XLA:CPU gathers that four times faster than by (layer,
     # block, head).
-    flat = pool.reshape(layers * num_blocks * pool_rows, math.prod(inner))
+    flat = pool.reshape(layers * num_blocks * pool_rows, *inner)
     pair_rows = jnp.arange(pool_rows, dtype=jnp.int32)
     if pool_rows > 1:  # a latent head is no pair
         pair_rows = pair_rows.reshape(-1, 2).T
