@@ -72,6 +72,7 @@ class AsyncLLM:
         """Guards what follows."""
         self._streams: dict[str, RequestStream] = {}
         self._inbox: deque[Callable[[], None]] = deque()
+        self._calls: set[Callable[[Any, BaseException | None], None]] = set()
         self._is_closing = self._is_closed = False
         self._error: BaseException | None = None
         self._stats = self._engine.stats()
@@ -188,16 +189,21 @@ class AsyncLLM:
             if not done.done():
                 done.set_exception(error) if error else done.set_result(value)
 
+        def end(value: Any, error: BaseException | None) -> None:
+            self._calls.discard(end)
+            post_to(loop, settle, value, error)
+
         def task() -> None:
-            value, failure = None, None
             try:
                 value = run(self._engine)
             except Exception as error:
-                failure = error
-            post_to(loop, settle, value, failure)
+                end(None, error)
+            else:
+                end(value, None)
 
         with self._condition:
             self._check_open()
+            self._calls.add(end)
             self._post(task)
         return await done
 
@@ -347,8 +353,13 @@ class AsyncLLM:
     def _end_streams(self) -> None:
         with self._condition:
             self._is_closing = self._is_closed = True
-            names = list(self._streams)
+            names, calls = list(self._streams), list(self._calls)
         for name in names:
-            error = EngineDeadError("the engine has stopped")
-            error.__cause__ = self._error
-            self._tell(name, None, error)
+            self._tell(name, None, self._death())
+        for end in calls:
+            end(None, self._death())
+
+    def _death(self) -> EngineDeadError:
+        error = EngineDeadError("the engine has stopped")
+        error.__cause__ = self._error
+        return error

@@ -260,3 +260,28 @@ def test_loops_of_several_threads_share_an_engine(toy, alone):
 def test_max_waiting_is_a_count(toy, value):
     with pytest.raises(ValueError, match=r"^max_waiting "):
         AsyncLLM(toy, max_waiting=value, **OPTIONS)
+
+
+def test_calls_that_the_engine_did_not_live_to_answer_are_told(toy):
+    async def main():
+        llm = AsyncLLM(toy, **OPTIONS)
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def die(engine):
+            begun.set()
+            goes_on.wait(10)
+            raise SystemExit
+
+        first = asyncio.create_task(llm.call(die))
+        await asyncio.to_thread(begun.wait, 10)
+        second = asyncio.create_task(llm.call(lambda engine: 1))
+        stream = asyncio.create_task(last_of(llm.generate([1], GREEDY)))
+        while not (llm._inbox and llm._streams):
+            await asyncio.sleep(0.001)
+        goes_on.set()
+        for task in (first, second, stream):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(task, 10)
+        await llm.shutdown()
+
+    asyncio.run(main())

@@ -77,10 +77,12 @@ def parse_events(text: str) -> Iterator:
 
 
 @contextlib.contextmanager
-def serving(llm: AsyncLLM, *, shutdown_timeout: float = 5.0, **options) -> Iterator[Running]:
+def serving(
+    llm: AsyncLLM, *, shutdown_timeout: float = 5.0, port: int = 0, **options
+) -> Iterator[Running]:
     """Serves until the block ends, and ends the engine."""
     app = make_app(llm, ServerOptions(**{"served_model_name": "toy", **options}))
-    server = Server(app, llm, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
+    server = Server(app, llm, host="127.0.0.1", port=port, shutdown_timeout=shutdown_timeout)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:

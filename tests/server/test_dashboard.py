@@ -3,19 +3,14 @@
 import contextlib
 import re
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from paged_jax import AsyncLLM
-from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.server.app import make_app
-from paged_jax.server.options import ServerOptions
-from paged_jax.server.serve import Server
-from tests.byte_tokenizer import TEMPLATE, byte_backend
+from tests.byte_tokenizer import TEMPLATE
+from tests.server.harness import serving, toy_llm
 
 pytestmark = pytest.mark.browser
 
@@ -38,9 +33,7 @@ NUM_TOKENS = 150
 @contextlib.contextmanager
 def served(toy, *, template: str | None = TEMPLATE, port: int = 0, **options) -> Iterator[str]:
     """Address of a server that lives as long as the block."""
-    backend = byte_backend(["<s>", "</s>"], 258)
-    tokenizer = Tokenizer(backend, special_tokens={}, chat_template=template)
-    llm = AsyncLLM(toy, tokenizer=tokenizer, **SIZES)
+    llm = toy_llm(toy, template=template, **SIZES)
     step = llm._engine.step
 
     def slow_step():
@@ -49,19 +42,8 @@ def served(toy, *, template: str | None = TEMPLATE, port: int = 0, **options) ->
 
     # The toy model is through with an answer before the page has seen one state of it.
     llm._engine.step = slow_step  # type: ignore[method-assign]
-    app = make_app(llm, ServerOptions(served_model_name="toy", **options))
-    server = Server(app, llm, host="127.0.0.1", port=port, shutdown_timeout=1)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
+    with serving(llm, shutdown_timeout=1, port=port, **options) as running:
+        yield running.url
 
 
 @pytest.fixture(scope="module")
