@@ -89,7 +89,11 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GuideError(f"structured_outputs: {self._matcher.get_error()}")
+            # What follows the first line is the state of its parser.
+            reason = self._matcher.get_error().partition("\n")[0]
+            if reason.startswith("NoExtension"):
+                reason = "there is no text that satisfies it, or goes on so"
+            raise GuideError(f"structured_outputs: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,15 @@ def test_who_reads_its_stream_is_told(toy, tokenizer, failing):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("wanted", [{"json": {"$ref": "#"}}, {"grammar": "start: x\nx: x"}])
+def test_what_no_text_satisfies_is_refused(toy, tokenizer, wanted):
+    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+        params = SamplingParams(structured_outputs=wanted)
+        with pytest.raises(ValueError, match=r"^structured_outputs: there is no text[^\n]*$"):
+            llm.generate("hi", params, use_tqdm=False)
+        assert_idle(llm)
+
+
 def test_one_that_cannot_begin_is_refused(toy, tokenizer, monkeypatch):
     def fail(self):
         raise GuideError("structured_outputs: too large")
