@@ -10,6 +10,7 @@ from paged_jax import ops
 from paged_jax.core import Batch, PagedCache
 from paged_jax.models.linear import Linear, matmul_precision
 from paged_jax.models.norm import make_norm
+from paged_jax.models.parallel import Share
 from paged_jax.models.rope import Rotation, rotate
 from paged_jax.models.spec import AttentionSpec, NormSpec
 
@@ -140,22 +141,30 @@ class SelfAttention(nnx.Module):
         hidden_size: int,
         norm: NormSpec,
         *,
+        share: Share | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
+        """With a share, each rank has some of the heads."""
+        whole, copies = spec, 1
+        if share is not None:
+            spec, copies = share.attention(spec), share.kv_copies(spec.num_kv_heads)
         self.spec = spec
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         make = {"dtype": dtype, "rngs": rngs}
         self.qkv = Linear(
             hidden_size, (heads + 2 * kv_heads) * dim, has_bias=spec.has_qkv_bias, **make
         )
-        self.out = Linear(heads * dim, hidden_size, has_bias=spec.has_out_bias, **make)
+        self.out = Linear(heads * dim, hidden_size, has_bias=spec.has_out_bias, share=share, **make)
 
-        def norm_of(count: int):
-            width = {"none": 0, "head": dim, "all": count * dim}[spec.qk_norm]
-            return make_norm(norm, width, dtype=dtype) if width else None
+        def norm_of(count: int, total: int):
+            if spec.qk_norm == "all":
+                return make_norm(norm, count * dim, dtype=dtype, share=share, whole=total * dim)
+            return make_norm(norm, dim, dtype=dtype) if spec.qk_norm == "head" else None
 
-        self.q_norm, self.k_norm = norm_of(heads), norm_of(kv_heads)
+        self.q_norm = norm_of(heads, whole.num_heads)
+        # A head that several ranks keep is as often in the sum.
+        self.k_norm = norm_of(kv_heads, copies * whole.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros(heads, dtype)) if spec.has_sinks else None
         self.attend = PagedAttention(
             heads,

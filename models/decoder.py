@@ -14,6 +14,7 @@ from paged_jax.models.mla import LatentAttention
 from paged_jax.models.mlp import MLP
 from paged_jax.models.moe import MoE
 from paged_jax.models.norm import make_norm
+from paged_jax.models.parallel import Share
 from paged_jax.models.rope import Rotation, rotation
 from paged_jax.models.spec import (
     AttentionSpec,
@@ -28,21 +29,43 @@ from paged_jax.models.spec import (
 class Embedding(nnx.Module):
     """Vectors by index, weight [V, E]; of tokens, where it may be the output head, or positions."""
 
-    def __init__(self, size: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        size: int,
+        width: int,
+        *,
+        share: Share | None = None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """With a share, `size` are the vectors of a rank."""
+        self.share = share
         weight = 0.02 * jax.random.normal(rngs.params(), (size, width), jnp.float32)
         self.weight = nnx.Param(weight.astype(dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.weight[...][tokens]
+        if self.share is None:
+            return self.weight[...][tokens]
+        size = self.weight[...].shape[0]
+        place = tokens - self.share.rank() * size
+        is_own = (place >= 0) & (place < size)
+        found = self.weight[...][jnp.where(is_own, place, 0)]
+        return self.share.sum(jnp.where(is_own[..., None], found, jnp.zeros_like(found)))
 
 
 class DecoderBlock(nnx.Module):
     """Attention, then MLP, each with its norms and a residual."""
 
     def __init__(
-        self, spec: DecoderSpec, layer: LayerSpec, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        spec: DecoderSpec,
+        layer: LayerSpec,
+        *,
+        share: Share | None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ) -> None:
-        size, make = spec.hidden_size, {"dtype": dtype, "rngs": rngs}
+        size, make = spec.hidden_size, {"share": share, "dtype": dtype, "rngs": rngs}
 
         def norm(is_there: bool):
             return make_norm(spec.norm, size, dtype=dtype) if is_there else None
@@ -89,11 +112,26 @@ class Decoder(nnx.Module):
     logits [B, T, V]` is the dense, differentiable form for training.
     """
 
-    def __init__(self, spec: DecoderSpec, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        share: Share | None = None,
+        dtype: DTypeLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Makes random parameters.
+
+        Args:
+          spec: Of the whole model.
+          share: What of it this module computes, inside `shard_map` over the share's axis; logits
+            are then those of the rank's tokens. None: all.
+        """
+        self.spec, self.share = spec, share
         dtype = jnp.dtype(dtype)
         make = {"dtype": dtype, "rngs": rngs}
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size, **make)
+        vocab_size = spec.vocab_size if share is None else share.vocab_size(spec.vocab_size)
+        self.embed = Embedding(vocab_size, spec.hidden_size, share=share, **make)
         self.positions = (
             Embedding(spec.max_position_embeddings, spec.hidden_size, **make)
             if spec.has_learned_positions
@@ -101,9 +139,11 @@ class Decoder(nnx.Module):
         )
         # Unrolled: a scan over layers is three times slower on CPU at batch 1, and would pass
         # the KV pool through its carry.
-        self.blocks = nnx.List([DecoderBlock(spec, layer, **make) for layer in spec.layers])
+        self.blocks = nnx.List(
+            [DecoderBlock(spec, layer, share=share, **make) for layer in spec.layers]
+        )
         self.norm = make_norm(spec.norm, spec.hidden_size, dtype=dtype)
-        self.head = None if spec.is_tied else Linear(spec.hidden_size, spec.vocab_size, **make)
+        self.head = None if spec.is_tied else Linear(spec.hidden_size, vocab_size, **make)
 
     @overload
     def __call__(self, inputs: jax.Array, cache: None = None) -> jax.Array: ...
@@ -166,15 +206,19 @@ class Decoder(nnx.Module):
             logits = logits * self.spec.logit_scale
         if self.spec.logit_cap is not None:
             logits = self.spec.logit_cap * jnp.tanh(logits / self.spec.logit_cap)
+        if self.share is not None:
+            first = self.share.rank() * logits.shape[-1]
+            is_token = first + jnp.arange(logits.shape[-1]) < self.spec.vocab_size
+            logits = jnp.where(is_token.reshape((1,) * (logits.ndim - 1) + (-1,)), logits, -jnp.inf)
         return logits
 
     def cache_spec(self) -> CacheSpec:
         """Shape of what the model keeps per token."""
-        return cache_spec(self.spec)
+        return cache_spec(self.spec, self.share)
 
 
-def cache_spec(spec: DecoderSpec) -> CacheSpec:
-    """What a model keeps per token.
+def cache_spec(spec: DecoderSpec, share: Share | None = None) -> CacheSpec:
+    """What a model, or a rank of it, keeps per token.
 
     Raises: ValueError for layers that keep different heads, which one pool cannot hold.
     """
@@ -182,6 +226,8 @@ def cache_spec(spec: DecoderSpec) -> CacheSpec:
     if len(kept) > 1:
         raise ValueError(f"layers must keep the same heads per token, not {sorted(kept)}")
     num_kv_heads, head_dim, latent_dim = kept.pop()
+    if share is not None:
+        _, num_kv_heads = share.heads(num_kv_heads, num_kv_heads)
     return CacheSpec(
         num_layers=spec.num_layers,
         num_kv_heads=num_kv_heads,

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paged_jax.models.parallel import Share
+
 
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     """Full float32 products for float32 weights, on every device; the default for others."""
@@ -19,9 +21,12 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         has_bias: bool = False,
+        share: Share | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
+        """With a share, each rank has some of the `in_features`, and gets the sum of all."""
+        self.share = share
         scale = in_features**-0.5
         shape = (out_features, in_features)
         weight = scale * jax.random.normal(rngs.params(), shape, jnp.float32)
@@ -30,6 +35,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
         y = product(x, self.weight[...], out_dtype=out_dtype)
+        if self.share is not None:
+            y = self.share.sum(y)
         if self.bias is not None:
             y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,)).astype(y.dtype)
         return y

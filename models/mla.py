@@ -16,6 +16,7 @@ from paged_jax.core import Batch, PagedCache
 from paged_jax.models.attention import PagedAttention
 from paged_jax.models.linear import Linear, matmul_precision
 from paged_jax.models.norm import make_norm
+from paged_jax.models.parallel import Share
 from paged_jax.models.rope import Rotation, rotate
 from paged_jax.models.spec import LatentAttentionSpec, NormSpec
 
@@ -51,9 +52,12 @@ class LatentAttention(nnx.Module):
         hidden_size: int,
         norm: NormSpec,
         *,
+        share: Share | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
+        """With a share, each rank has some of the heads, and all of the latent vector."""
+        spec = spec if share is None else share.attention(spec)
         self.spec = spec
         heads, make = spec.num_heads, {"dtype": dtype, "rngs": rngs}
         width = heads * (spec.nope_dim + spec.rope_dim)
@@ -66,7 +70,9 @@ class LatentAttention(nnx.Module):
         )
         self.kv_norm = make_norm(norm, spec.kv_rank, dtype=dtype)
         self.kv_up = Linear(spec.kv_rank, heads * (spec.nope_dim + spec.v_dim), **make)
-        self.out = Linear(heads * spec.v_dim, hidden_size, has_bias=spec.has_bias, **make)
+        self.out = Linear(
+            heads * spec.v_dim, hidden_size, has_bias=spec.has_bias, share=share, **make
+        )
         self.attend = PagedAttention(heads, 1, spec.kv_rank + spec.rope_dim, sm_scale=spec.sm_scale)
 
     def __call__(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax.models.linear import Linear
+from paged_jax.models.parallel import Share
 from paged_jax.models.spec import MLPSpec
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -23,12 +24,19 @@ class MLP(nnx.Module):
     """
 
     def __init__(
-        self, spec: MLPSpec, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        spec: MLPSpec,
+        hidden_size: int,
+        *,
+        share: Share | None = None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ) -> None:
         sizes = {"has_bias": spec.has_bias, "dtype": dtype, "rngs": rngs}
         self.spec = spec
-        self.gate_up = Linear(hidden_size, (1 + spec.is_gated) * spec.size, **sizes)
-        self.down = Linear(spec.size, hidden_size, **sizes)
+        own = spec.size if share is None else share.width(spec.size)
+        self.gate_up = Linear(hidden_size, (1 + spec.is_gated) * own, **sizes)
+        self.down = Linear(own, hidden_size, share=share, **sizes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.spec.activation]

@@ -7,6 +7,7 @@ from flax import nnx
 from paged_jax import ops
 from paged_jax.models.linear import Linear
 from paged_jax.models.mlp import ACTIVATIONS, MLP
+from paged_jax.models.parallel import Share
 from paged_jax.models.spec import MLPSpec, MoESpec
 
 
@@ -60,16 +61,27 @@ class MoE(nnx.Module):
     """Sum over a token's experts of weight times down(act(gate(x), up(x)))."""
 
     def __init__(
-        self, spec: MoESpec, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        spec: MoESpec,
+        hidden_size: int,
+        *,
+        share: Share | None = None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.spec = spec
+        """With a share, each rank has a part of every expert's width."""
+        self.spec, self.share = spec, share
+        own, shared = spec.size, spec.shared_size
+        if share is not None:
+            own, shared = share.width(own), share.width(shared)
         self.router = Router(spec, hidden_size, dtype=dtype, rngs=rngs)
         make = {"dtype": dtype, "rngs": rngs, "has_bias": spec.has_bias}
-        self.gate_up = Experts(spec.num_experts, hidden_size, 2 * spec.size, **make)
-        self.down = Experts(spec.num_experts, spec.size, hidden_size, **make)
+        self.gate_up = Experts(spec.num_experts, hidden_size, 2 * own, **make)
+        self.down = Experts(spec.num_experts, own, hidden_size, share=share, **make)
+        # What it gives is summed over the ranks together with what the experts give.
         self.shared = (
             MLP(
-                MLPSpec(size=spec.shared_size, activation=spec.activation),
+                MLPSpec(size=shared, activation=spec.activation),
                 hidden_size,
                 dtype=dtype,
                 rngs=rngs,
@@ -96,7 +108,8 @@ class MoE(nnx.Module):
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         out = out.reshape(*chosen.shape, -1).astype(jnp.float32) * weights[..., None]
         mixed = jnp.sum(out, axis=1).astype(x.dtype).reshape(x.shape)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        mixed = mixed if self.shared is None else mixed + self.shared(x)
+        return mixed if self.share is None else self.share.sum(mixed)
 
     def _activate(self, gate_up: jax.Array) -> jax.Array:
         gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -117,9 +130,12 @@ class Experts(nnx.Module):
         out_features: int,
         *,
         has_bias: bool,
+        share: Share | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
+        """With a share, what it returns is to be summed over the ranks."""
+        self.share = share
         shape = (num_experts, in_features, out_features)
         weight = in_features**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.weight = nnx.Param(weight.astype(dtype))
@@ -128,4 +144,9 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """x [N, in] in the order of experts [N], `sizes` rows each; returns [N, out]."""
         y = ops.grouped_product(x, self.weight[...], sizes)
-        return y if self.bias is None else y + self.bias[...][experts]
+        if self.bias is None:
+            return y
+        bias = self.bias[...][experts]
+        if self.share is not None:  # once in the sum
+            bias = jnp.where(self.share.rank() == 0, bias, jnp.zeros_like(bias))
+        return y + bias

@@ -1,5 +1,6 @@
 """What a request asks of the logits before a token is chosen: bans, biases and penalties."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,10 @@ def create_logit_options(
 
 
 def adjust_logits(
-    logits: Float[Array, "R V"], options: LogitOptions, lengths: Int[Array, " R"]
+    logits: Float[Array, "R V"],
+    options: LogitOptions,
+    lengths: Int[Array, " R"],
+    axis_name: str | None = None,
 ) -> Float[Array, "R V"]:
     """Applies in this order: bans, biases, repetition, frequency and presence penalties.
 
@@ -60,9 +64,12 @@ def adjust_logits(
       options: Of these R rows.
       lengths: Tokens before the one that is chosen; those of `options.tokens` are counted up to
         there.
+      axis_name: Of a mesh axis whose ranks have parts of the vocabulary; see `ops.sample`. The
+        options are of the whole one.
     Returns: float32; banned tokens are -inf.
     """
     vocab_size = logits.shape[1]
+    options = _own_part(options, vocab_size, axis_name)
     rows = jnp.arange(logits.shape[0])[:, None]
     is_early = (lengths < options.min_length)[:, None]
     banned = ~options.allowed | jnp.where(is_early, options.deferred, 0)
@@ -86,6 +93,31 @@ def adjust_logits(
         (options.presence != 0.0) | (options.frequency != 0.0) | (options.repetition != 1.0)
     )
     return jax.lax.cond(jnp.any(has_penalty), penalise, lambda: logits)
+
+
+def _own_part(options: LogitOptions, size: int, axis_name: str | None) -> LogitOptions:
+    """The options for the `size` tokens of a rank, which are numbered from 0 then."""
+    if axis_name is None:
+        return options
+    rank, num_ranks = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    first = rank.astype(jnp.int32) * size
+
+    def words(x: jax.Array) -> jax.Array:
+        own = size // WORD_BITS
+        padded = jnp.pad(x, ((0, 0), (0, num_ranks * own - x.shape[1])))
+        return jax.lax.dynamic_slice_in_dim(padded, rank * own, own, axis=1)
+
+    def ids(x: jax.Array) -> jax.Array:
+        # Negative ones would count from the end.
+        return jnp.where(x >= first, x - first, size)
+
+    return dataclasses.replace(
+        options,
+        tokens=ids(options.tokens),
+        bias_ids=ids(options.bias_ids),
+        allowed=words(options.allowed),
+        deferred=words(options.deferred),
+    )
 
 
 def _unpack(words: UInt32[Array, "R W"], size: int) -> jax.Array:

@@ -24,6 +24,7 @@ def sample(
     seeds: UInt32[Array, "R 3"],
     positions: Int[Array, " R"],
     min_p: Float[Array, " R"] | None = None,
+    axis_name: str | None = None,
 ) -> Int[Array, " R"]:
     """Chooses one token per row.
 
@@ -40,24 +41,30 @@ def sample(
       positions: Position that the chosen token will have, so that a draw depends on nothing but
         the request: not on its row, its batchmates, preemption or chunking.
       min_p: Least probability to keep, as a fraction of the greatest, in [0, 1]; 0 or None: off.
+      axis_name: Of a mesh axis whose ranks have equal parts of the vocabulary in order, each a
+        multiple of 256 tokens, with -inf past its end. All get the same tokens.
     Returns: int32 token ids.
     """
     logits = logits.astype(jnp.float32)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best, greatest = _best(logits, axis_name)
     is_random = temperature >= GREEDY_BELOW
 
     def draw() -> jax.Array:
         scale = jnp.where(is_random, temperature, 1.0)[:, None]
-        scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / scale
-        kept = _kept(scaled, is_random, top_k, top_p, min_p)
+        scaled = (logits - greatest[:, None]) / scale
+        kept = _kept(scaled, is_random, top_k, top_p, min_p, axis_name)
         weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-        return jnp.where(is_random, _inverse_cdf(weights, _uniform(seeds, positions)), best)
+        drawn = _inverse_cdf(weights, _uniform(seeds, positions), axis_name)
+        return jnp.where(is_random, drawn, best)
 
     return jax.lax.cond(jnp.any(is_random), draw, lambda: best)
 
 
 def top_logprobs(
-    logits: Float[Array, "R V"], chosen: Int[Array, " R"], count: int
+    logits: Float[Array, "R V"],
+    chosen: Int[Array, " R"],
+    count: int,
+    axis_name: str | None = None,
 ) -> tuple[Float[Array, " R"], Int[Array, " R"], Float[Array, "R count"], Int[Array, "R count"]]:
     """Log-probabilities of the model's own distribution, before temperature and filters.
 
@@ -65,14 +72,33 @@ def top_logprobs(
       logits: Any float dtype; computed in float32.
       chosen: Token whose log-probability and rank are wanted.
       count: Most likely tokens to list.
+      axis_name: See `sample`.
     Returns: (log-probability of the chosen, its rank from 1, log-probabilities of the `count`
       most likely in descending order, their ids).
     """
     logits = logits.astype(jnp.float32)
-    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
-    rank = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
-    values, ids = jax.lax.top_k(logits, count)
+    if axis_name is None:
+        log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
+        rank = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+        values, ids = jax.lax.top_k(logits, count)
+        return (own - log_total)[:, 0], rank, values - log_total, ids.astype(jnp.int32)
+    first = _first_token(logits, axis_name)
+    greatest = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), axis_name)
+    total = jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True)
+    log_total = greatest + jnp.log(jax.lax.psum(total, axis_name))
+    place = chosen[:, None] - first
+    is_own = (place >= 0) & (place < logits.shape[1])
+    own = jnp.take_along_axis(logits, jnp.where(is_own, place, 0), axis=-1)
+    own = jax.lax.pmax(jnp.where(is_own, own, -jnp.inf), axis_name)
+    above = jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
+    rank = 1 + jax.lax.psum(above, axis_name)
+    # The best of each rank, side by side; of equal ones the first, as without ranks.
+    values, ids = jax.lax.top_k(logits, min(count, logits.shape[1]))
+    values = jax.lax.all_gather(values, axis_name, axis=1, tiled=True)
+    ids = jax.lax.all_gather(ids.astype(jnp.int32) + first, axis_name, axis=1, tiled=True)
+    values, places = jax.lax.top_k(values, count)
+    ids = jnp.take_along_axis(ids, places, axis=1)
     return (own - log_total)[:, 0], rank, values - log_total, ids.astype(jnp.int32)
 
 
@@ -82,6 +108,7 @@ def _kept(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array | None = None,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """bool[R, V], tokens that pass min-p, top-k and then top-p.
 
@@ -94,14 +121,15 @@ def _kept(
         the greatest.
     """
     order = _ordered_bits(scaled)
-    uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1])
+    num_ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    uses_k = is_random & (top_k > 0) & (top_k < scaled.shape[1] * num_ranks)
     uses_p = is_random & (top_p < 1.0)
 
     def apply(phase: jax.Array, kept: jax.Array) -> jax.Array:
         is_k = phase == 0
         weights = jnp.where(kept, jnp.where(is_k, 1.0, jnp.exp(scaled)), 0.0)
         # Counts are exact in float32 up to 2^24 tokens.
-        total = jnp.sum(weights, axis=-1)
+        total = _sum(weights, axis_name)
         target = jnp.where(is_k, top_k.astype(jnp.float32), top_p * total)
         # A top_p that underflows still keeps the most likely token.
         target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)
@@ -110,7 +138,7 @@ def _kept(
             bit = jnp.uint32(0x80000000) >> i.astype(jnp.uint32)
             candidate = threshold | bit
             above = jnp.where(order >= candidate[:, None], weights, 0.0)
-            return jnp.where(jnp.sum(above, axis=-1) >= target, candidate, threshold)
+            return jnp.where(_sum(above, axis_name) >= target, candidate, threshold)
 
         # The greatest threshold above which the measure still reaches the target.
         threshold = jax.lax.fori_loop(0, 32, bisect, jnp.zeros_like(target, jnp.uint32))
@@ -122,6 +150,29 @@ def _kept(
     # log(0) is -inf, which keeps everything.
     start = scaled >= (-jnp.inf if min_p is None else jnp.log(min_p)[:, None])
     return jax.lax.fori_loop(first, last, apply, start)
+
+
+def _best(logits: jax.Array, axis_name: str | None) -> tuple[jax.Array, jax.Array]:
+    """i32[R], the most likely token, the first of equal ones; and its logit."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greatest = jnp.max(logits, axis=-1)
+    if axis_name is None:
+        return best, greatest
+    first, own = _first_token(logits, axis_name), greatest
+    greatest = jax.lax.pmax(own, axis_name)
+    best = jnp.where(own == greatest, best + first, jnp.iinfo(jnp.int32).max)
+    return jax.lax.pmin(best, axis_name), greatest
+
+
+def _first_token(logits: jax.Array, axis_name: str) -> jax.Array:
+    """i32[], the first token of this rank."""
+    return jax.lax.axis_index(axis_name).astype(jnp.int32) * logits.shape[1]
+
+
+def _sum(x: jax.Array, axis_name: str | None) -> jax.Array:
+    """f32[R], over the vocabulary."""
+    total = jnp.sum(x, axis=-1)
+    return total if axis_name is None else jax.lax.psum(total, axis_name)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -142,7 +193,7 @@ def _uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
 
 
-def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+def _inverse_cdf(weights: jax.Array, uniform: jax.Array, axis_name: str | None = None) -> jax.Array:
     """i32[R], the first token whose cumulative weight passes `uniform` of the total.
 
     Two levels (groups, then tokens of one group), since a cumulative sum over the whole
@@ -150,13 +201,23 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     rows, vocab = weights.shape
     grouped = jnp.pad(weights, ((0, 0), (0, -vocab % _GROUP))).reshape(rows, -1, _GROUP)
-    sums = jnp.sum(grouped, axis=-1)
+    sums = own = jnp.sum(grouped, axis=-1)
+    if axis_name is not None:
+        # Of all ranks, so that the draw is the same as without them.
+        sums = jax.lax.all_gather(own, axis_name, axis=1, tiled=True)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
     group = _first_past(sums, ends, target)
     before = jnp.take_along_axis(ends - sums, group[:, None], axis=1)[:, 0]
-    inside = jnp.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
+    place = group
+    if axis_name is not None:
+        place = group - jax.lax.axis_index(axis_name).astype(jnp.int32) * own.shape[1]
+    is_own = (place >= 0) & (place < own.shape[1])
+    place = jnp.where(is_own, place, 0)
+    inside = jnp.take_along_axis(grouped, place[:, None, None], axis=1)[:, 0]
     token = _first_past(inside, jnp.cumsum(inside, axis=-1), target - before)
+    if axis_name is not None:
+        token = jax.lax.psum(jnp.where(is_own, token, 0), axis_name)
     return group * _GROUP + token
 
 
