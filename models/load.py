@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from paged_jax.models.architecture import Names
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.host_arrays import to_device
 from paged_jax.models.registry import architecture, read_spec
+from paged_jax.models.shard import Placer
 from paged_jax.models.spec import DecoderSpec
 from paged_jax.models.weights import Source, sources
 
@@ -47,6 +48,7 @@ def load_model(
     *,
     max_model_len: int | None = None,
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """Builds the model that a checkpoint describes and fills in its weights.
 
@@ -57,6 +59,7 @@ def load_model(
         for long contexts are chosen by it.
       sharding: Where a parameter goes, by its path ("blocks.0.attention.qkv.weight") and shape; it
         is never whole on a device that holds a part. None: all on the default device.
+      mesh: Divides the model over its axis "tp", each part straight to its device; see `shard`.
     Raises: ValueError for an unknown architecture, dtype, or a missing, surplus or misshapen
       tensor, which it names.
     """
@@ -67,7 +70,9 @@ def load_model(
     stored = _stored_names(checkpoint, spec, names)
     _check_tensors(checkpoint.shapes(), stored, by_parameter)
 
-    abstract = nnx.eval_shape(lambda: Decoder(spec, dtype=wanted, rngs=nnx.Rngs(0)))
+    placer = None if mesh is None else Placer(spec, mesh)
+    share = None if placer is None else placer.share
+    abstract = nnx.eval_shape(lambda: Decoder(spec, share=share, dtype=wanted, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     filled = []
     for path, variable in nnx.to_flat_state(state):
@@ -75,6 +80,9 @@ def load_model(
         source = by_parameter[name]
         arrays = [checkpoint.read(stored[tensor.name], variable.dtype) for tensor in source.tensors]
         joined = source.join(arrays)
+        if placer is not None:
+            filled.append((path, variable.replace(placer.put(name, joined, variable.dtype))))
+            continue
         where = None if sharding is None else sharding(name, joined.shape)
         filled.append((path, variable.replace(to_device(joined, variable.dtype, where))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.models.spec import (
     AttentionSpec,
@@ -212,18 +211,3 @@ def _spread(heads: np.ndarray, dim: int) -> np.ndarray:
 
 def _shifted(index: np.ndarray, offset: int) -> np.ndarray:
     return np.where(index >= 0, index + offset, -1)
-
-
-def place(whole: np.ndarray, cut: Cut | None, mesh: Mesh, axis: str, dtype: Any) -> jax.Array:
-    """A parameter on its devices, none of which gets more than its own part of it."""
-    if cut is None:
-        return jax.device_put(whole.astype(dtype), NamedSharding(mesh, PartitionSpec()))
-    sharding = NamedSharding(mesh, PartitionSpec(*[None] * cut.axis, axis))
-    num_ranks, own = cut.index.shape
-    shape = (*whole.shape[: cut.axis], num_ranks * own, *whole.shape[cut.axis + 1 :])
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        rank = (index[cut.axis].start or 0) // own
-        return cut.part(whole, rank).astype(dtype)
-
-    return jax.make_array_from_callback(shape, sharding, part)

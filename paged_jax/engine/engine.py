@@ -14,9 +14,10 @@ from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.engine import lifecycle, snapshot
 from paged_jax.engine.events import Event
 from paged_jax.engine.loop import Loop
+from paged_jax.engine.places import probe
 from paged_jax.engine.pool import resolve
 from paged_jax.engine.request import Request
-from paged_jax.engine.runner import Runner, probe
+from paged_jax.engine.runner import Runner
 from paged_jax.engine.submission import Prompt, check_beam_request, check_request
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Listed
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -18,6 +17,7 @@ from paged_jax.decode import MAX_STOP_IDS, NO_STOP_ID, RowState, create_row_stat
 from paged_jax.engine import logit_options, swap
 from paged_jax.engine.buckets import Program, choose, programs
 from paged_jax.engine.moves import MAX_IDS, apply_moves, padding_plan, row_mask
+from paged_jax.engine.places import Places
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.step import Sizes, StepInputs, StepOutputs, make_step
 from paged_jax.engine.weights import fit, leaf_specs
@@ -52,16 +52,19 @@ class Runner:
         """Whether the pool was given back; see `sleep`."""
         self._kv_dtype = kv_dtype
         self._spec = model.cache_spec()
+        self._places = Places.of(model)
         graphdef, state = nnx.split(model)
-        state = _placed(state)
+        state = self._places.bind(state)
         leaves, treedef = jax.tree.flatten(state)
         self.leaf_specs = leaf_specs(state)
         self._params: tuple[jax.Array, ...] | None = tuple(leaves)
         self._vocab_size = vocab_size
-        sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size))
-        self._step = make_step(graphdef, treedef, sizes)
+        sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size), self._places.axis_name)
         self._one_row: RowState = jax.device_get(create_row_state(1))
         self.reset()
+        assert self.kv is not None
+        on_mesh = self._places.on_mesh(self._params, self.kv)
+        self._step = make_step(graphdef, treedef, sizes, on_mesh)
 
     def reset(self) -> None:
         """Makes a new, empty pool; a failed step takes the donated one with it."""
@@ -71,21 +74,19 @@ class Runner:
         blocks = core.create_block_state(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
         )
-        self.blocks, self.rows = _placed((blocks, create_row_state(config.max_num_seqs)))
+        self.blocks, self.rows = self._places.put((blocks, create_row_state(config.max_num_seqs)))
         self._options: LogitOptions | None = None
-        self._options = _placed(
+        self._options = self._places.put(
             logit_options.create(config.max_num_seqs, config.max_model_len, self._vocab_size)
         )
         if not self.is_asleep:
             self._set_pool(
-                core.create_kv_cache(
-                    self._spec, config.num_blocks, config.block_size, self._kv_dtype
-                )
+                self._places.pool(self._spec, config.num_blocks, config.block_size, self._kv_dtype)
             )
 
     def adopt(self, cache: PagedCache, rows: RowState) -> None:
         """Goes on with the blocks, without tags, and rows of another runner of the same sizes."""
-        self.blocks, self.rows = _placed((cache.blocks, rows))
+        self.blocks, self.rows = self._places.put((cache.blocks, rows))
         self._set_pool(cache.kv)
 
     def fit(self, params: Any) -> tuple[jax.Array, ...]:
@@ -119,7 +120,8 @@ class Runner:
             raise
 
     def _set_pool(self, kv: KVCache) -> None:
-        self.kv: KVCache | None = _placed(core.with_tags(kv) if self._has_tags else kv)
+        kv = core.with_tags(kv) if self._has_tags else kv
+        self.kv: KVCache | None = self._places.put_pool(kv)
 
     def issue(
         self,
@@ -277,35 +279,3 @@ def _padded(values: Listed[int], size: int, dtype: Any, *, rest: int = 0) -> Any
     array = np.full(size, rest, dtype)
     array[: len(values)] = values
     return array
-
-
-def _placed(tree: Any) -> Any:
-    """The same arrays, bound to their devices: programs of bound and unbound ones are not shared,
-    and parameters that come later may be bound."""
-
-    def place(x: Any) -> jax.Array:
-        array = jnp.asarray(x)
-        return jax.device_put(array, array.sharding)
-
-    return jax.tree.map(place, tree)
-
-
-def probe(model: PagedModel) -> tuple[Any, int]:
-    """Dtype of hidden states and vocabulary size of a model on the protocol, without running it."""
-    spec = model.cache_spec()
-
-    def run() -> tuple[jax.Array, jax.Array]:
-        blocks = core.create_block_state(1, 1, 1, 1)
-        kv = core.create_kv_cache(spec, 1, 1, np.float32)
-        batch = core.make_batch(
-            blocks,
-            tokens=np.zeros(2, np.int32),
-            row_ids=np.ones(1, np.int32),
-            query_lens=np.zeros(1, np.int32),
-            num_decode=0,
-        )
-        hidden, _ = model(batch, core.PagedCache(blocks=blocks, kv=kv))
-        return hidden, model.logits(hidden)
-
-    hidden, logits = nnx.eval_shape(run)
-    return hidden.dtype, logits.shape[-1]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from paged_jax import core, ops
 from paged_jax.core import Batch, BlockState, KVCache, PagedCache
@@ -71,6 +72,8 @@ class Sizes(NamedTuple):
     """K, most decode steps of a call."""
     num_listed: int
     """Most likely tokens that are listed per position."""
+    axis_name: str | None = None
+    """Of the ranks that have parts of the vocabulary."""
 
 
 _LOGIT_ROWS = 64
@@ -92,17 +95,35 @@ def step_options(platform: str) -> dict[str, str]:
     return {COMMAND_BUFFER_OPTION: captured}
 
 
-def make_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped:
-    """The jitted step of one model; engines of equal models share it and its programs."""
+class OnMesh(NamedTuple):
+    """Where the step of a divided model runs, and how its arrays are divided."""
+
+    mesh: Mesh
+    params: tuple[PartitionSpec, ...]
+    kv: KVCache
+    """With a `PartitionSpec` in the place of each array."""
+
+
+def make_step(
+    graphdef: Any, treedef: Any, sizes: Sizes, on_mesh: OnMesh | None = None
+) -> jax.stages.Wrapped:
+    """The jitted step of one model; engines of equal models share it and its programs.
+
+    Args:
+      on_mesh: For a divided model. All ranks get the same blocks, rows and inputs, and make the same
+        transitions; `graphdef` is that of one rank.
+    """
     try:
-        hash(graphdef)
+        hash((graphdef, on_mesh))
     except TypeError:
         # A module may keep a list or a dict as an attribute; its step is then its own.
-        return _build_step(graphdef, treedef, sizes)
-    return _shared_step(graphdef, treedef, sizes)
+        return _build_step(graphdef, treedef, sizes, on_mesh)
+    return _shared_step(graphdef, treedef, sizes, on_mesh)
 
 
-def _build_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped:
+def _build_step(
+    graphdef: Any, treedef: Any, sizes: Sizes, on_mesh: OnMesh | None
+) -> jax.stages.Wrapped:
     """Builds the jitted step.
 
     Args:
@@ -129,8 +150,18 @@ def _build_step(graphdef: Any, treedef: Any, sizes: Sizes) -> jax.stages.Wrapped
         outputs = StepOutputs(ok=ok, num_free=blocks.num_free, **found)
         return kv, blocks, rows, outputs, options
 
+    run = step
+    if on_mesh is not None:
+        whole = PartitionSpec()
+        run = jax.shard_map(
+            step,
+            mesh=on_mesh.mesh,
+            in_specs=(on_mesh.params, on_mesh.kv, whole, whole, whole, whole),
+            out_specs=(on_mesh.kv, whole, whole, whole, whole),
+            check_vma=False,  # kernels do not say how their results vary
+        )
     compiler_options = step_options(jax.default_backend())
-    return jax.jit(step, donate_argnums=(1, 5), compiler_options=compiler_options or None)
+    return jax.jit(run, donate_argnums=(1, 5), compiler_options=compiler_options or None)
 
 
 _shared_step = functools.lru_cache(maxsize=16)(_build_step)
@@ -239,7 +270,7 @@ def _run_once(
     rows = _remember(rows, inputs, is_wanted, sampled, ends)
     found = {name: x[None] for name, x in found.items()} | {
         "num_run": jnp.where(is_frozen, 0, inputs.query_lens),
-        "prompt": _prompt_logprobs(model, hidden, inputs.next_tokens, sizes.num_listed),
+        "prompt": _prompt_logprobs(model, hidden, inputs.next_tokens, sizes),
     }
     return cache.kv, rows, options, found
 
@@ -292,7 +323,7 @@ def _sample(
 
     def adjust() -> jax.Array:
         mine = jax.tree.map(lambda x: x.at[inputs.row_ids].get(mode="clip"), options)
-        adjusted = ops.adjust_logits(logits, mine, lengths)
+        adjusted = ops.adjust_logits(logits, mine, lengths, sizes.axis_name)
         # A row that wants nothing does not notice those that do.
         return jnp.where(has_options[:, None], adjusted, logits)
 
@@ -305,19 +336,20 @@ def _sample(
         min_p=rows.min_p,
         seeds=rows.seeds,
         positions=lengths,
+        axis_name=sizes.axis_name,
     )
     row = jnp.where(has_options, inputs.row_ids, max_seqs)
     tokens = options.tokens.at[row, lengths].set(sampled, mode="drop")
     found = jax.lax.cond(
         jnp.any(is_wanted & inputs.has_logprobs),
-        lambda: _logprobs(logits, sampled, sizes.num_listed),
+        lambda: _logprobs(logits, sampled, sizes),
         lambda: _no_logprobs(hidden.shape[0], sizes.num_listed),
     )
     return sampled, dataclasses.replace(options, tokens=tokens), found | {"tokens": sampled}
 
 
 def _prompt_logprobs(
-    model: Any, hidden: jax.Array, next_tokens: jax.Array, count: int
+    model: Any, hidden: jax.Array, next_tokens: jax.Array, sizes: Sizes
 ) -> dict[str, jax.Array]:
     """What is told of the tokens that follow those of `hidden[T, E]`, where it is asked for."""
     num_tokens = hidden.shape[0]
@@ -335,13 +367,13 @@ def _prompt_logprobs(
         # Logits of all tokens at once may take more memory than the model.
         rows, tokens = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (hidden, wanted))
         logits = model.logits(rows).astype(jnp.float32)
-        found = _logprobs(logits, jnp.maximum(tokens, 0), count)
+        found = _logprobs(logits, jnp.maximum(tokens, 0), sizes)
         return {
             name: jax.lax.dynamic_update_slice_in_dim(x, found[name], i * chunk, axis=0)
             for name, x in out.items()
         }
 
-    out = _no_logprobs(num_tokens + rest, count)
+    out = _no_logprobs(num_tokens + rest, sizes.num_listed)
     out = jax.lax.fori_loop(start, end, one_chunk, out)
     return {name: x[:num_tokens] for name, x in out.items()}
 
@@ -358,8 +390,9 @@ LISTED = ("logprob", "rank", "top_logprobs", "top_ids")
 """Outputs in the order of `ops.top_logprobs`."""
 
 
-def _logprobs(logits: jax.Array, chosen: jax.Array, count: int) -> dict[str, jax.Array]:
-    return dict(zip(LISTED, ops.top_logprobs(logits, chosen, count), strict=True))
+def _logprobs(logits: jax.Array, chosen: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    found = ops.top_logprobs(logits, chosen, sizes.num_listed, sizes.axis_name)
+    return dict(zip(LISTED, found, strict=True))
 
 
 def _no_logprobs(num_rows: int, count: int) -> dict[str, jax.Array]:

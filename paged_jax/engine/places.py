@@ -1,0 +1,125 @@
+"""Where the arrays of an engine live: on one device, or on the mesh of a divided model."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from paged_jax import core
+from paged_jax.core import CacheSpec, KVCache
+from paged_jax.engine.step import OnMesh
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.parallel import Share
+from paged_jax.models.protocol import PagedModel
+
+_WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """A mesh and the share of a rank, or neither."""
+
+    mesh: Mesh | None = None
+    share: Share | None = None
+
+    @classmethod
+    def of(cls, model: PagedModel) -> "Places":
+        """Where the parameters of a model are."""
+        if not isinstance(model, Decoder) or model.share is None:
+            return cls()
+        return cls(mesh=model.embed.weight[...].sharding.mesh, share=model.share)
+
+    @property
+    def axis_name(self) -> str | None:
+        """Of the ranks that have parts of the vocabulary."""
+        return None if self.share is None else self.share.axis
+
+    def bind(self, tree: Any) -> Any:
+        """The same arrays, bound to their devices: programs of bound and unbound ones are not
+        shared, and parameters that come later may be bound."""
+
+        def place(x: Any) -> jax.Array:
+            array = jnp.asarray(x)
+            return jax.device_put(array, array.sharding)
+
+        return jax.tree.map(place, tree)
+
+    def put(self, tree: Any) -> Any:
+        """Arrays that every rank has whole."""
+        if self.mesh is None:
+            return self.bind(tree)
+        return jax.device_put(tree, NamedSharding(self.mesh, _WHOLE))
+
+    def pool(self, spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> KVCache:
+        """An empty pool; `spec` is of one rank, like what the pool says of its heads."""
+        if self.mesh is None or self.share is None:
+            return core.create_kv_cache(spec, num_blocks, block_size, dtype)
+        num_ranks = self.share.num_ranks
+
+        def make() -> KVCache:
+            own = core.create_kv_cache(spec, num_blocks, block_size, dtype)
+            # Rows of heads of all ranks; scales are there for 8 bits only.
+            wide = [jnp.tile(own.kv, (1, 1, num_ranks, 1, 1)), own.scales]
+            if own.is_quantized:
+                wide[1] = jnp.tile(own.scales, (1, 1, num_ranks, 1))
+            return dataclasses.replace(own, kv=wide[0], scales=wide[1])
+
+        return jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))()
+
+    def put_pool(self, kv: KVCache) -> KVCache:
+        """A pool whose arrays are where they belong."""
+        return self.bind(kv) if self.mesh is None else jax.device_put(kv, self._shardings(kv))
+
+    def on_mesh(self, params: tuple[jax.Array, ...], kv: KVCache) -> OnMesh | None:
+        """What the step must know of the mesh."""
+        if self.mesh is None:
+            return None
+        specs = tuple(leaf.sharding.spec for leaf in params)  # type: ignore[union-attr]
+        return OnMesh(self.mesh, specs, self._divided(kv))
+
+    def _divided(self, kv: KVCache) -> Any:
+        """How each array of a pool is divided: by rows of heads."""
+        by_heads = PartitionSpec(None, None, self.axis_name)
+        return dataclasses.replace(
+            kv,
+            kv=by_heads,  # type: ignore[arg-type]
+            scales=by_heads if kv.is_quantized else _WHOLE,  # type: ignore[arg-type]
+            tags=None if kv.tags is None else _WHOLE,  # type: ignore[arg-type]
+        )
+
+    def _shardings(self, kv: KVCache) -> Any:
+        assert self.mesh is not None
+        mesh = self.mesh
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            self._divided(kv),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+
+def probe(model: PagedModel) -> tuple[Any, int]:
+    """Dtype of hidden states and vocabulary size of a model on the protocol, without running it."""
+    if isinstance(model, Decoder):
+        return model.embed.weight[...].dtype, model.spec.vocab_size
+    spec = model.cache_spec()
+
+    def run() -> tuple[jax.Array, jax.Array]:
+        blocks = core.create_block_state(1, 1, 1, 1)
+        kv = core.create_kv_cache(spec, 1, 1, np.float32)
+        batch = core.make_batch(
+            blocks,
+            tokens=np.zeros(2, np.int32),
+            row_ids=np.ones(1, np.int32),
+            query_lens=np.zeros(1, np.int32),
+            num_decode=0,
+        )
+        hidden, _ = model(batch, core.PagedCache(blocks=blocks, kv=kv))
+        return hidden, model.logits(hidden)
+
+    hidden, logits = nnx.eval_shape(run)
+    return hidden.dtype, logits.shape[-1]
