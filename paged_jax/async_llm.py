@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
 from paged_jax.engine.request import Request
@@ -47,6 +49,7 @@ class AsyncLLM:
         model: str | Path | PagedModel = "smollm2-135m-instruct",
         *,
         tokenizer: str | Path | Tokenizer | None = None,
+        mesh: Mesh | None = None,
         max_waiting: int | None = None,
         **options: Any,
     ) -> None:
@@ -55,6 +58,8 @@ class AsyncLLM:
         Args:
           model: As in `LLM`, like `tokenizer`, `options` and what is raised.
           tokenizer: None takes the model's own.
+          mesh: With an axis "tp", over which the model is divided; None: the first
+            `tensor_parallel_size` devices.
           max_waiting: Unfinished requests beside the `max_num_seqs` that may run; more are refused.
             None: any number.
           options: Fields of `EngineConfig`.
@@ -63,7 +68,7 @@ class AsyncLLM:
             isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1
         ):
             raise ValueError(f"max_waiting ({max_waiting!r}) must be an integer of at least 1")
-        self._engine = build_engine(model, tokenizer, options)
+        self._engine = build_engine(model, tokenizer, options, mesh)
         self.observer: Callable[[Sequence[RequestOutput]], None] | None = None
         """Called in the engine thread with what a dispatch has brought, until it raises."""
         self._max_waiting = max_waiting

@@ -6,10 +6,6 @@ from typing import Any, Literal
 
 from paged_jax.shapes import ceil_div
 
-# Options with one value today. They are fields so that code written for vLLM says what it relies
-# on, and any other value is refused rather than ignored.
-_ONLY: dict[str, Any] = {"tensor_parallel_size": 1}
-
 # What pools are called here and by vLLM and JAX; None is the dtype of the model.
 _KV_CACHE_DTYPES = {
     "auto": None,
@@ -69,12 +65,9 @@ class EngineConfig:
     """Of keys and values in the pool: the model's; "float32", "bfloat16", "float16"; or "int8",
     "fp8_e4m3" ("fp8") or "fp8_e5m2" with a scale per token and head."""
     tensor_parallel_size: int = 1
+    """Devices among which heads, MLP and vocabulary are divided."""
 
     def __post_init__(self) -> None:
-        for name, value in _ONLY.items():
-            given = getattr(self, name)
-            if given != value:
-                raise NotImplementedError(f"{name}={given!r} is not built yet; use {value!r}")
         for name in ("strict_compile", "debug", "enable_prefix_caching", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -82,6 +75,7 @@ class EngineConfig:
             raise ValueError(f"seed ({self.seed!r}) must be an integer")
         _check_positive("max_num_seqs", self.max_num_seqs)
         _check_positive("decode_steps", self.decode_steps)
+        _check_positive("tensor_parallel_size", self.tensor_parallel_size)
         for name, allowed in (
             ("scheduling_policy", ("fcfs", "priority")),
             ("preemption_mode", ("recompute", "swap", "auto")),

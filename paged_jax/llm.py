@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
@@ -35,6 +36,7 @@ class LLM:
         model: str | Path | PagedModel = "smollm2-135m-instruct",
         *,
         tokenizer: str | Path | Tokenizer | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
         """Loads a model and makes its KV pool.
@@ -43,12 +45,14 @@ class LLM:
           model: A built-in name, a directory with safetensors, a `.gguf` file, or any
             `flax.nnx.Module` on the protocol `model(batch, cache)`, `logits`, `cache_spec`.
           tokenizer: Directory with tokenizer.json, or a `Tokenizer`; None takes the model's own.
+          mesh: With an axis "tp", over which the model is divided; None: the first
+            `tensor_parallel_size` devices.
           **options: Fields of `EngineConfig`: dtype, max_model_len, block_size, num_blocks,
             max_num_seqs, seed, debug, ...
         Raises: ValueError for an unknown option or model, an unreadable file, or sizes that
           contradict each other; NotImplementedError for an option value that is not built yet.
         """
-        self._engine: Engine | None = build_engine(model, tokenizer, options)
+        self._engine: Engine | None = build_engine(model, tokenizer, options, mesh)
         self._ids = itertools.count()
         self._open: dict[str, _Open] = {}
         """Requests that have not ended."""

@@ -9,10 +9,6 @@ from paged_jax.core import kv
 
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 
-# Option, its only value, and values that code written for vLLM may bring.
-ONE_VALUE = [
-    ("tensor_parallel_size", 1, 2),
-]
 SIZES = [
     "max_model_len",
     "block_size",
@@ -21,6 +17,7 @@ SIZES = [
     "max_num_seqs",
     "max_num_batched_tokens",
     "decode_steps",
+    "tensor_parallel_size",
 ]
 SWITCHES = ["strict_compile", "debug", "enable_prefix_caching", "overlap"]
 NAMED = {
@@ -57,15 +54,6 @@ def test_an_unknown_option_is_refused_with_the_list_of_options():
         EngineConfig.from_options({"max_num_seq": 4})
     listed = str(caught.value).split("options: ")[1].split(", ")
     assert listed == FIELDS
-
-
-@pytest.mark.parametrize(("name", "only", "other"), ONE_VALUE, ids=lambda value: str(value))
-def test_an_option_with_one_value_takes_it_and_refuses_others(name, only, other):
-    assert EngineConfig(**{name: only}) == EngineConfig()
-    with pytest.raises(NotImplementedError, match=name) as caught:
-        EngineConfig(**{name: other})
-    assert repr(other) in str(caught.value)
-    assert f"use {only!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "expected"), KV_DTYPES.items())

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from paged_jax.config import EngineConfig
 from paged_jax.engine.compile_cache import use_compilation_cache
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.pool import served_length
 from paged_jax.models.checkpoint import Checkpoint
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.hub import cache_dir, resolve_model
 from paged_jax.models.load import load_model, open_checkpoint
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.registry import read_spec
+from paged_jax.models.shard import check_mesh, make_mesh, shard
 from paged_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 _logger = logging.getLogger("paged_jax")
@@ -24,6 +28,7 @@ def build_engine(
     model: str | Path | PagedModel,
     tokenizer: str | Path | Tokenizer | None,
     options: dict[str, Any],
+    mesh: Mesh | None = None,
 ) -> Engine:
     """Loads a model and makes its KV pool.
 
@@ -31,10 +36,22 @@ def build_engine(
       model: A built-in name, a directory with safetensors, a `.gguf` file, or a module.
       tokenizer: Directory with tokenizer.json, or a `Tokenizer`; None takes the model's own.
       options: Fields of `EngineConfig`.
+      mesh: With an axis "tp", over which the model is divided. None: the first
+        `tensor_parallel_size` devices.
     Raises: ValueError for an unknown option or model, an unreadable file, or sizes that contradict
       each other; NotImplementedError for an option value that is not built yet.
     """
+    if mesh is not None:
+        num_ranks = check_mesh(mesh).num_ranks
+        options = {"tensor_parallel_size": num_ranks, **options}
     config = EngineConfig.from_options(options)
+    if mesh is None and config.tensor_parallel_size > 1:
+        mesh = make_mesh(config.tensor_parallel_size)
+    elif mesh is not None and config.tensor_parallel_size != num_ranks:
+        raise ValueError(
+            f"tensor_parallel_size ({config.tensor_parallel_size}) must be the size of the axis "
+            f"'tp' of mesh ({num_ranks})"
+        )
     eos_token_ids: Sequence[int] = ()
     max_position = None
     own_tokenizer = None
@@ -45,7 +62,7 @@ def build_engine(
         _logger.info("loading %s", path.name)
         max_position = read_spec(checkpoint.config).max_position_embeddings
         length = served_length(config.max_model_len, max_position)
-        module = load_model(checkpoint, config.dtype, max_model_len=length)
+        module = load_model(checkpoint, config.dtype, max_model_len=length, mesh=mesh)
         if tokenizer is None:
             own_tokenizer = checkpoint.tokenizer()
         eos_token_ids = _eos_token_ids(checkpoint)
@@ -63,6 +80,12 @@ def build_engine(
         if config.dtype != "auto":
             raise ValueError(f"dtype ({config.dtype!r}) applies to checkpoints, not to modules")
         module = model
+        if mesh is not None:
+            if not isinstance(model, Decoder):
+                raise NotImplementedError(
+                    f"a model of another kind than Decoder ({type(model).__name__}) is not divided"
+                )
+            module = model if model.share is not None else shard(model, mesh)
     if isinstance(tokenizer, (str, Path)):
         own_tokenizer = load_tokenizer(Path(tokenizer))
         if own_tokenizer is None:

@@ -110,8 +110,8 @@ def make_step(
     """The jitted step of one model; engines of equal models share it and its programs.
 
     Args:
-      on_mesh: For a divided model. All ranks get the same blocks, rows and inputs, and make the same
-        transitions; `graphdef` is that of one rank.
+      on_mesh: For a divided model, whose `graphdef` is that of one rank. All ranks get the same
+        blocks, rows and inputs, and make the same transitions.
     """
     try:
         hash((graphdef, on_mesh))
