@@ -1,8 +1,10 @@
 """Models on a mesh: each device gets its own part of every parameter, and no more."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,7 +40,26 @@ class Placer:
 
     def __init__(self, spec: DecoderSpec, mesh: Mesh) -> None:
         self.share, self._mesh = check_mesh(mesh), mesh
-        self._cuts = cuts(spec, self.share)
+        self._cuts, self._spec = cuts(spec, self.share), spec
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters before they are divided."""
+        state = nnx.state(nnx.eval_shape(lambda: Decoder(self._spec, rngs=nnx.Rngs(0))))
+        return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+
+    def move(self, name: str, whole: jax.Array) -> jax.Array:
+        """The same for a parameter that is on devices, of this mesh or another: it does not go
+        through the host where JAX can copy between the devices."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            return jax.device_put(whole, NamedSharding(self._mesh, PartitionSpec()))
+        divided = PartitionSpec(*[None] * cut.axis, AXIS)
+        is_even = whole.shape[cut.axis] % self.share.num_ranks == 0
+        start = NamedSharding(self._mesh, divided if is_even else PartitionSpec())
+        where = NamedSharding(self._mesh, divided)
+        index = cut.index.reshape(-1)
+        return _pick(jax.device_put(whole, start), index, axis=cut.axis, where=where)
 
     def put(self, name: str, whole: np.ndarray, dtype: Any) -> jax.Array:
         """A parameter on its devices."""
@@ -66,6 +87,16 @@ def shard(model: Decoder, mesh: Mesh) -> Decoder:
         whole = np.asarray(by_name[name][...])
         placed.append((path, variable.replace(placer.put(name, whole, whole.dtype))))
     return nnx.merge(graphdef, nnx.from_flat_state(placed))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "where"))
+def _pick(whole: jax.Array, index: jax.Array, *, axis: int, where: NamedSharding) -> jax.Array:
+    """The indices of one axis; -1 gives zeros."""
+    shape = [1] * whole.ndim
+    shape[axis] = -1
+    found = jnp.take(whole, jnp.maximum(index, 0), axis=axis)
+    found = jnp.where((index >= 0).reshape(shape), found, jnp.zeros_like(found))
+    return jax.lax.with_sharding_constraint(found, where)
 
 
 def _divided(whole: np.ndarray, cut: Cut, mesh: Mesh, dtype: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from paged_jax.engine.step import OnMesh
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.parallel import Share
 from paged_jax.models.protocol import PagedModel
+from paged_jax.models.shard import Placer
 
 _WHOLE = PartitionSpec()
 
@@ -26,13 +27,16 @@ class Places:
 
     mesh: Mesh | None = None
     share: Share | None = None
+    placer: Placer | None = None
+    """Divides other parameters in the same way."""
 
     @classmethod
     def of(cls, model: PagedModel) -> "Places":
         """Where the parameters of a model are."""
         if not isinstance(model, Decoder) or model.share is None:
             return cls()
-        return cls(mesh=model.embed.weight[...].sharding.mesh, share=model.share)
+        mesh = model.embed.weight[...].sharding.mesh
+        return cls(mesh=mesh, share=model.share, placer=Placer(model.spec, mesh))
 
     @property
     def axis_name(self) -> str | None:

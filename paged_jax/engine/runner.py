@@ -91,7 +91,7 @@ class Runner:
 
     def fit(self, params: Any) -> tuple[jax.Array, ...]:
         """Checks other parameters for `set_params`; see `weights.fit`."""
-        return fit(params, self.leaf_specs)
+        return fit(params, self.leaf_specs, self._places.placer)
 
     def set_params(self, params: tuple[jax.Array, ...]) -> None:
         """Computes with these from `fit` from now on; no program is compiled again."""

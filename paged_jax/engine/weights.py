@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from paged_jax.models.shard import Placer
+
 
 def leaf_specs(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of every leaf of a model's state, by its name, in its order."""
@@ -15,7 +17,9 @@ def leaf_specs(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
+def fit(
+    params: Any, specs: dict[str, jax.ShapeDtypeStruct], placer: Placer | None = None
+) -> tuple[jax.Array, ...]:
     """Arrays in the order of `specs`, checked so that a compiled step takes them as they are.
 
     Args:
@@ -23,6 +27,7 @@ def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array,
         "blocks.0.mlp.down.weight" or tuples of their parts. JAX arrays are taken without a copy and
         must not be donated afterwards; numpy arrays are copied.
       specs: From `leaf_specs`.
+      placer: Of a divided model: leaves may also be those of the whole model, on any devices.
     Raises: ValueError that names the leaf that is missing, too many, or of another shape, dtype or
       sharding.
     """
@@ -36,6 +41,8 @@ def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array,
         spec = specs[name]
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(f"leaf {name} must be an array, not {type(leaf).__name__}")
+        if leaf.dtype == spec.dtype and _is_whole(name, leaf, spec, placer):
+            continue
         if tuple(leaf.shape) != spec.shape:
             raise ValueError(
                 f"leaf {name} has shape {tuple(leaf.shape)} and must have {spec.shape}"
@@ -48,7 +55,27 @@ def fit(params: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[jax.Array,
             raise ValueError(
                 f"leaf {name} has sharding {leaf.sharding} and must have {spec.sharding}"
             )
-    return tuple(_put(given[name], spec.sharding) for name, spec in specs.items())
+    return tuple(_fitted(name, given[name], spec, placer) for name, spec in specs.items())
+
+
+def _is_whole(name: str, leaf: Any, spec: jax.ShapeDtypeStruct, placer: Placer | None) -> bool:
+    """Whether a leaf is still to be divided."""
+    if placer is None or tuple(leaf.shape) != placer.shapes[name]:
+        return False
+    is_placed = isinstance(leaf, jax.Array) and leaf.committed
+    return not (
+        is_placed
+        and tuple(leaf.shape) == spec.shape
+        and leaf.sharding.is_equivalent_to(spec.sharding, leaf.ndim)
+    )
+
+
+def _fitted(name: str, leaf: Any, spec: jax.ShapeDtypeStruct, placer: Placer | None) -> jax.Array:
+    if placer is None or not _is_whole(name, leaf, spec, placer):
+        return _put(leaf, spec.sharding)
+    if isinstance(leaf, jax.Array):
+        return placer.move(name, leaf)
+    return placer.put(name, np.array(leaf), spec.dtype)
 
 
 def _put(leaf: Any, sharding: Any) -> jax.Array:
