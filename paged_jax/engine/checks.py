@@ -9,7 +9,7 @@ import numpy as np
 
 from paged_jax import core
 from paged_jax.config import ResolvedConfig
-from paged_jax.core import KVCache
+from paged_jax.core import AuditError, KVCache
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.shadow import Shadow
@@ -69,6 +69,7 @@ class Checker:
             result = jax.device_get(result)
             assert result is not None
             assert bool(result.ok), "the device ran out of blocks that the ledger had"
+            _compare_ranks(result.checksums)
             assert int(result.num_free) == ledger.num_free
             for segment, count in zip(plan.segments, result.num_run, strict=False):
                 if segment.is_decode and count < segment.num_tokens:
@@ -87,3 +88,12 @@ class Checker:
         assert runner.kv is not None
         self.shadow.check(runner.kv, blocks)
         return result
+
+
+def _compare_ranks(checksums: np.ndarray) -> None:
+    """Raises AuditError naming the ranks whose blocks are not those of most."""
+    values, counts = np.unique(checksums, return_counts=True)
+    if len(values) > 1:
+        usual = values[np.argmax(counts)]
+        wrong = ", ".join(str(rank) for rank in np.flatnonzero(checksums != usual))
+        raise AuditError(f"the BlockState of rank {wrong} differs from that of the others")

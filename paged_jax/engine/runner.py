@@ -59,7 +59,13 @@ class Runner:
         self.leaf_specs = leaf_specs(state)
         self._params: tuple[jax.Array, ...] | None = tuple(leaves)
         self._vocab_size = vocab_size
-        sizes = Sizes(config.decode_steps, min(MAX_LOGPROBS, vocab_size), self._places.axis_name)
+        axis_name = self._places.axis_name
+        sizes = Sizes(
+            config.decode_steps,
+            min(MAX_LOGPROBS, vocab_size),
+            axis_name,
+            has_checksums=has_tags and axis_name is not None,
+        )
         self._one_row: RowState = jax.device_get(create_row_state(1))
         self.reset()
         assert self.kv is not None

@@ -58,6 +58,7 @@ class StepOutputs:
     num_run: jax.Array  # i32[R], tokens that a row ran; a row that had ended runs none
     ok: jax.Array  # bool[], whether the blocks were there; the ledger says they always are
     num_free: jax.Array  # i32[]
+    checksums: jax.Array  # u32[ranks], of the blocks of each rank, in debug mode; else u32[0]
     logprob: jax.Array  # f32[K, R], of the sampled token; 0 where no row asks for logprobs
     rank: jax.Array  # i32[K, R], from 1
     top_logprobs: jax.Array  # f32[K, R, n], the most likely tokens
@@ -74,6 +75,7 @@ class Sizes(NamedTuple):
     """Most likely tokens that are listed per position."""
     axis_name: str | None = None
     """Of the ranks that have parts of the vocabulary."""
+    has_checksums: bool = False
 
 
 _LOGIT_ROWS = 64
@@ -147,7 +149,8 @@ def _build_step(
         is_decode_only = inputs.tokens.shape == inputs.row_ids.shape
         run = _decode if is_decode_only else _run_once
         kv, rows, options, found = run(model, kv, blocks, rows, inputs, options, sizes)
-        outputs = StepOutputs(ok=ok, num_free=blocks.num_free, **found)
+        checksums = _checksums(blocks, sizes)
+        outputs = StepOutputs(ok=ok, num_free=blocks.num_free, checksums=checksums, **found)
         return kv, blocks, rows, outputs, options
 
     run = step
@@ -165,6 +168,20 @@ def _build_step(
 
 
 _shared_step = functools.lru_cache(maxsize=16)(_build_step)
+
+
+def _checksums(blocks: BlockState, sizes: Sizes) -> jax.Array:
+    """u32[ranks], equal where all ranks have the same blocks."""
+    if not sizes.has_checksums:
+        return jnp.zeros(0, jnp.uint32)
+    total = jnp.uint32(0)
+    for i, leaf in enumerate(jax.tree.leaves(blocks)):
+        flat = leaf.reshape(-1).astype(jnp.uint32)
+        place = jnp.arange(flat.size, dtype=jnp.uint32)
+        # Odd multipliers lose no bit, and differ so that swapped numbers are seen.
+        factor = (place + jnp.uint32(i)) * jnp.uint32(0x3C6EF362) + jnp.uint32(1)
+        total = total * jnp.uint32(31) + jnp.sum(flat * factor, dtype=jnp.uint32)
+    return jax.lax.all_gather(total, sizes.axis_name)
 
 
 def _allocate(

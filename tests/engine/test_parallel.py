@@ -1,5 +1,6 @@
 """A model that is divided over several devices: the same tokens as on one."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from paged_jax import LLM, SamplingParams
+from paged_jax.core import AuditError
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.parallel import Share, cuts
 from paged_jax.models.shard import make_mesh, shard
@@ -246,6 +248,35 @@ def test_a_divided_engine_sleeps_swaps_weights_and_is_restored(tmp_path):
         assert [o.outputs[0].token_ids for o in run(llm, PROMPTS, greedy)] == first
         llm.update_weights(other)
         assert [o.outputs[0].token_ids for o in run(llm, PROMPTS, greedy)] == second
+
+
+def corrupted(array: jax.Array, rank: int) -> jax.Array:
+    """An array that every rank has, with one number more on one of them."""
+    parts = [shard.data for shard in array.addressable_shards]
+    changed = np.array(parts[rank])
+    changed.flat[-1] += 1
+    parts[rank] = jax.device_put(changed, parts[rank].sharding)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+@pytest.mark.parametrize("leaf", ["block_tables", "refcounts", "free_blocks", "lengths"])
+def test_debug_mode_names_the_rank_whose_blocks_differ(leaf, divided_engine):
+    engine = divided_engine
+    engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))
+    engine.step()
+    blocks = engine.runner.blocks
+    changed = corrupted(getattr(blocks, leaf), 2)
+    engine.runner.blocks = dataclasses.replace(blocks, **{leaf: changed})
+    with pytest.raises(AuditError, match="BlockState of rank 2 differs"):  # noqa: PT012
+        while engine.has_unfinished():
+            engine.step()
+    engine.reset()
+
+
+@pytest.fixture(scope="module")
+def divided_engine():
+    with LLM(random_model(), tensor_parallel_size=4, debug=True, **OPTIONS) as llm:
+        yield llm.engine
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
