@@ -84,9 +84,9 @@ class Places:
         if self.mesh is None:
             return None
         specs = tuple(leaf.sharding.spec for leaf in params)  # type: ignore[union-attr]
-        return OnMesh(self.mesh, specs, self._divided(kv))
+        return OnMesh(self.mesh, specs, self.divided(kv))
 
-    def _divided(self, kv: KVCache) -> Any:
+    def divided(self, kv: KVCache) -> Any:
         """How each array of a pool is divided: by rows of heads."""
         by_heads = PartitionSpec(None, None, self.axis_name)
         return dataclasses.replace(
@@ -101,7 +101,7 @@ class Places:
         mesh = self.mesh
         return jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
-            self._divided(kv),
+            self.divided(kv),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 

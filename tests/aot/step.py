@@ -57,13 +57,13 @@ def llama_step(
     options = jax.eval_shape(lambda: logit_options.create(NUM_ROWS, CONTEXT_LEN, spec.vocab_size))
     return Program(
         fn=make_step(graphdef, treedef, SIZES),
-        args=(tuple(leaves), kv, blocks, rows, _inputs(num_tokens), options),
+        args=(tuple(leaves), kv, blocks, rows, inputs(num_tokens), options),
         donate=(1, 5),
         pools=(kv.kv,),
     )
 
 
-def _inputs(num_tokens: int) -> StepInputs:
+def inputs(num_tokens: int) -> StepInputs:
     def array(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
