@@ -48,6 +48,14 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, share: Share | None = N
     return total
 
 
+def summed_bytes_per_token(spec: DecoderSpec, itemsize: int) -> int:
+    """Bytes that the ranks sum per token: after the embedding, and twice in every layer.
+
+    A ring of n ranks sends 2 (n - 1) / n times as many from each device.
+    """
+    return (1 + 2 * spec.num_layers) * spec.hidden_size * itemsize
+
+
 def _norm(norm: NormSpec, size: int) -> int:
     return (2 if norm.kind == "layer" else 1) * size
 

@@ -45,8 +45,6 @@ def test_fields_and_defaults_of_options(kind):
         if len(row) == 3 and names(row[0])
     }
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    # One option has one value, and a paragraph instead of a row.
-    fields.pop("tensor_parallel_size", None)
     assert set(table) == set(fields)
     for name, default in fields.items():
         shown = table[name].strip("`")

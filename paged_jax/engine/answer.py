@@ -7,7 +7,8 @@ from typing import Any
 from paged_jax.engine.detokenize import TextStream
 from paged_jax.engine.guide import GuideError
 from paged_jax.engine.request import Request, Sequence
-from paged_jax.engine.step import LISTED, StepOutputs
+from paged_jax.engine.step import StepOutputs
+from paged_jax.engine.step_logprobs import LISTED
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import (
     CompletionOutput,

@@ -42,15 +42,14 @@ def build_engine(
       each other; NotImplementedError for an option value that is not built yet.
     """
     if mesh is not None:
-        num_ranks = check_mesh(mesh).num_ranks
-        options = {"tensor_parallel_size": num_ranks, **options}
+        options = {"tensor_parallel_size": check_mesh(mesh).num_ranks, **options}
     config = EngineConfig.from_options(options)
-    if mesh is None and config.tensor_parallel_size > 1:
-        mesh = make_mesh(config.tensor_parallel_size)
-    elif mesh is not None and config.tensor_parallel_size != num_ranks:
+    size = config.tensor_parallel_size
+    if mesh is None and size > 1:
+        mesh = make_mesh(size)
+    elif mesh is not None and size != (ranks := check_mesh(mesh).num_ranks):
         raise ValueError(
-            f"tensor_parallel_size ({config.tensor_parallel_size}) must be the size of the axis "
-            f"'tp' of mesh ({num_ranks})"
+            f"tensor_parallel_size ({size}) must be the size of the axis 'tp' of mesh ({ranks})"
         )
     eos_token_ids: Sequence[int] = ()
     max_position = None

@@ -69,7 +69,7 @@ class Checker:
             result = jax.device_get(result)
             assert result is not None
             assert bool(result.ok), "the device ran out of blocks that the ledger had"
-            _compare_ranks(result.checksums)
+            _compare_ranks(np.asarray(result.checksums))
             assert int(result.num_free) == ledger.num_free
             for segment, count in zip(plan.segments, result.num_run, strict=False):
                 if segment.is_decode and count < segment.num_tokens:

@@ -14,7 +14,7 @@ from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.engine import lifecycle, snapshot
 from paged_jax.engine.events import Event
 from paged_jax.engine.loop import Loop
-from paged_jax.engine.places import probe
+from paged_jax.engine.places import Places, probe
 from paged_jax.engine.pool import resolve
 from paged_jax.engine.request import Request
 from paged_jax.engine.runner import Runner
@@ -56,7 +56,9 @@ class Engine(Loop):
         """
         model_dtype, self.vocab_size = probe(model)
         kv_dtype = model_dtype if config.kv_dtype is None else jnp.dtype(config.kv_dtype)
-        self.config: ResolvedConfig = resolve(config, model.cache_spec(), kv_dtype, max_position)
+        self.config: ResolvedConfig = resolve(
+            config, model.cache_spec(), kv_dtype, max_position, Places.of(model).num_ranks
+        )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = Runner(
             model,

@@ -26,8 +26,11 @@ class Guide(Protocol):
 
     is_over: bool
     """Whether nothing may follow."""
-    mask: np.ndarray
-    """u32[W], the tokens that may come next; never empty."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """u32[W], the tokens that may come next; never empty."""
+        ...
 
     def accept(self, token: int) -> None:
         """Takes the next token of the output.

@@ -35,13 +35,18 @@ class Places:
         """Where the parameters of a model are."""
         if not isinstance(model, Decoder) or model.share is None:
             return cls()
-        mesh = model.embed.weight[...].sharding.mesh
+        mesh: Any = model.embed.weight[...].sharding.mesh  # type: ignore[union-attr]
         return cls(mesh=mesh, share=model.share, placer=Placer(model.spec, mesh))
 
     @property
     def axis_name(self) -> str | None:
         """Of the ranks that have parts of the vocabulary."""
         return None if self.share is None else self.share.axis
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that have a part each."""
+        return 1 if self.share is None else self.share.num_ranks
 
     def bind(self, tree: Any) -> Any:
         """The same arrays, bound to their devices: programs of bound and unbound ones are not

@@ -35,15 +35,20 @@ def served_length(max_model_len: int | None, max_position: int | None) -> int:
 
 
 def resolve(
-    config: EngineConfig, spec: CacheSpec, kv_dtype: Any, max_position: int | None
+    config: EngineConfig,
+    spec: CacheSpec,
+    kv_dtype: Any,
+    max_position: int | None,
+    num_ranks: int = 1,
 ) -> ResolvedConfig:
     """Settles every option.
 
     Args:
       config: What the user asked for.
-      spec: What the model keeps per token.
+      spec: What the model keeps per token; of a divided one, a rank.
       kv_dtype: Dtype of the pool.
       max_position: Most positions of the model; None: any number.
+      num_ranks: Devices that keep so much each.
     Raises: ValueError when an option contradicts the model or the memory.
     """
     platform = jax.default_backend()
@@ -64,6 +69,8 @@ def resolve(
         tokens = max(config.max_num_seqs, 512 if platform == "cpu" else 2048)
 
     block_bytes = _block_bytes(spec, block_size, kv_dtype)
+    if platform == "cpu":
+        block_bytes *= num_ranks  # all ranks are in one memory
     most_blocks = config.max_num_seqs * ceil_div(model_len, block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from paged_jax import core, ops
 from paged_jax.core import Batch, BlockState, KVCache, PagedCache
 from paged_jax.decode import RowState
+from paged_jax.engine.step_logprobs import logprobs, no_logprobs, prompt_logprobs
 from paged_jax.ops import LogitOptions
 from paged_jax.shapes import ceil_div
 
@@ -76,10 +77,8 @@ class Sizes(NamedTuple):
     axis_name: str | None = None
     """Of the ranks that have parts of the vocabulary."""
     has_checksums: bool = False
+    """Whether the blocks of all ranks are compared."""
 
-
-_LOGIT_ROWS = 64
-"""Prompt tokens whose logits exist at a time."""
 
 COMMAND_BUFFER_OPTION = "xla_gpu_enable_command_buffer"
 
@@ -242,14 +241,14 @@ def _decode(
         return step + 1, cache.kv, token, finished | (runs & ends), options, out
 
     token = jnp.where(inputs.is_given, inputs.tokens, mine.token)
-    out = {"tokens": jnp.zeros(num_rows, jnp.int32)} | _no_logprobs(num_rows, sizes.num_listed)
+    out = {"tokens": jnp.zeros(num_rows, jnp.int32)} | no_logprobs(num_rows, sizes.num_listed)
     steps = sizes.decode_steps
     out = {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in out.items()}
     out["num_run"] = jnp.zeros(num_rows, jnp.int32)
     start = (jnp.int32(0), kv, token, mine.finished, options, out)
     _, kv, token, finished, options, out = jax.lax.while_loop(has_more, one_step, start)
     rows = _remember(rows, inputs, is_wanted, token, finished)
-    return kv, rows, options, out | {"prompt": _no_logprobs(0, sizes.num_listed)}
+    return kv, rows, options, out | {"prompt": no_logprobs(0, sizes.num_listed)}
 
 
 def _run_once(
@@ -287,7 +286,9 @@ def _run_once(
     rows = _remember(rows, inputs, is_wanted, sampled, ends)
     found = {name: x[None] for name, x in found.items()} | {
         "num_run": jnp.where(is_frozen, 0, inputs.query_lens),
-        "prompt": _prompt_logprobs(model, hidden, inputs.next_tokens, sizes),
+        "prompt": prompt_logprobs(
+            model, hidden, inputs.next_tokens, sizes.num_listed, sizes.axis_name
+        ),
     }
     return cache.kv, rows, options, found
 
@@ -359,40 +360,10 @@ def _sample(
     tokens = options.tokens.at[row, lengths].set(sampled, mode="drop")
     found = jax.lax.cond(
         jnp.any(is_wanted & inputs.has_logprobs),
-        lambda: _logprobs(logits, sampled, sizes),
-        lambda: _no_logprobs(hidden.shape[0], sizes.num_listed),
+        lambda: logprobs(logits, sampled, sizes.num_listed, sizes.axis_name),
+        lambda: no_logprobs(hidden.shape[0], sizes.num_listed),
     )
     return sampled, dataclasses.replace(options, tokens=tokens), found | {"tokens": sampled}
-
-
-def _prompt_logprobs(
-    model: Any, hidden: jax.Array, next_tokens: jax.Array, sizes: Sizes
-) -> dict[str, jax.Array]:
-    """What is told of the tokens that follow those of `hidden[T, E]`, where it is asked for."""
-    num_tokens = hidden.shape[0]
-    chunk = min(num_tokens, _LOGIT_ROWS)
-    rest = -num_tokens % chunk
-    hidden = jnp.pad(hidden, ((0, rest), (0, 0)))
-    wanted = jnp.pad(next_tokens, (0, rest), constant_values=-1)
-    is_wanted = jnp.any(wanted.reshape(-1, chunk) >= 0, axis=1)
-    # A loop of no turns where nobody asks: on GPU, loops are in the CUDA graph, those in branches
-    # are not.
-    end = jnp.max(jnp.where(is_wanted, jnp.arange(is_wanted.size) + 1, 0))
-    start = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), end)
-
-    def one_chunk(i: jax.Array, out: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        # Logits of all tokens at once may take more memory than the model.
-        rows, tokens = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (hidden, wanted))
-        logits = model.logits(rows).astype(jnp.float32)
-        found = _logprobs(logits, jnp.maximum(tokens, 0), sizes)
-        return {
-            name: jax.lax.dynamic_update_slice_in_dim(x, found[name], i * chunk, axis=0)
-            for name, x in out.items()
-        }
-
-    out = _no_logprobs(num_tokens + rest, sizes.num_listed)
-    out = jax.lax.fori_loop(start, end, one_chunk, out)
-    return {name: x[:num_tokens] for name, x in out.items()}
 
 
 def _admit(rows: RowState, inputs: StepInputs) -> RowState:
@@ -401,21 +372,3 @@ def _admit(rows: RowState, inputs: StepInputs) -> RowState:
     return jax.tree.map(
         lambda old, new: old.at[target].set(new, mode="drop"), rows, inputs.admitted
     )
-
-
-LISTED = ("logprob", "rank", "top_logprobs", "top_ids")
-"""Outputs in the order of `ops.top_logprobs`."""
-
-
-def _logprobs(logits: jax.Array, chosen: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
-    found = ops.top_logprobs(logits, chosen, sizes.num_listed, sizes.axis_name)
-    return dict(zip(LISTED, found, strict=True))
-
-
-def _no_logprobs(num_rows: int, count: int) -> dict[str, jax.Array]:
-    return {
-        "logprob": jnp.zeros(num_rows, jnp.float32),
-        "rank": jnp.zeros(num_rows, jnp.int32),
-        "top_logprobs": jnp.zeros((num_rows, count), jnp.float32),
-        "top_ids": jnp.zeros((num_rows, count), jnp.int32),
-    }

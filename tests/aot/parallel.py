@@ -46,6 +46,8 @@ class Divided:
     faults: tuple[str, ...]
     collectives: Counter[str]
     kernels: Counter[str]
+    sums: tuple[tuple[str, tuple[int, ...]], ...]
+    """Dtypes and shapes of what is summed over the ranks."""
 
 
 def spec_of(name: str, num_layers: int) -> DecoderSpec:
@@ -125,6 +127,12 @@ def compile_divided(
         faults=tuple(pool_faults(hlo, own_pool.shape)),
         collectives=Counter(
             re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
+        ),
+        sums=tuple(
+            (dtype, tuple(int(n) for n in shape.split(",") if n))
+            for dtype, shape in re.findall(
+                r"= \(?(\w+)\[([\d,]*)\][^=]* all-reduce(?:-start)?\(", hlo
+            )
         ),
         kernels=Counter(re.findall(r"/(\w+)/pallas_call", "\n".join(calls))),
     )

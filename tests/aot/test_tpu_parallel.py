@@ -7,7 +7,11 @@ Two layers are compiled; what they add is the same for every layer.
 import jax
 import pytest
 
-from paged_jax.models.footprint import kv_bytes_per_token, parameters_per_rank
+from paged_jax.models.footprint import (
+    kv_bytes_per_token,
+    parameters_per_rank,
+    summed_bytes_per_token,
+)
 from tests.aot.parallel import compile_divided
 from tests.aot.step import NUM_ROWS
 
@@ -64,7 +68,14 @@ def test_step_of_a_divided_model(name, topology, num_ranks, num_tokens):
         f"(planned {planned}), temporaries {made.temp_bytes}, {dict(made.collectives)}"
     )
     assert abs(made.argument_bytes - planned) < 0.02 * planned
-    assert made.temp_bytes < 64 << 20
-    # Two sums a layer and one after the embedding; sampling and log-probabilities have the others.
-    assert made.collectives["all-reduce"] - (2 * NUM_LAYERS + 1) in (8, 11)
+    # For tpu7x the compiler prefers another tiling of weights and makes copies in it at every call.
+    assert made.temp_bytes < (1024 if topology.startswith("tpu7x") else 64) << 20
+    # Two sums a layer and one after the embedding. Sampling and log-probabilities have the others,
+    # of a number per row.
+    wide = [(dtype, shape) for dtype, shape in made.sums if len(shape) == 2 and shape[1] > 1]
+    assert wide == [("bf16", (num_tokens, made.spec.hidden_size))] * (2 * NUM_LAYERS + 1)
+    assert len(
+        wide
+    ) * num_tokens * made.spec.hidden_size * 2 == num_tokens * summed_bytes_per_token(made.spec, 2)
+    assert len(made.sums) - len(wide) in (8, 11)
     assert set(made.collectives) <= {"all-reduce", "all-gather"}
