@@ -6,6 +6,7 @@ where its sequence starts; its mask again for every token of a sequence that has
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import Any
 
@@ -55,6 +56,17 @@ def write(
     for start in range(0, len(masks), MAX_MASKS):
         part = list(masks.items())[start : start + MAX_MASKS]
         options = _write_masks(options, *_padded_masks(part, options))
+    return options
+
+
+def write_rows(
+    options: LogitOptions, sequences: Iterable[Sequence], vocab_size: int
+) -> LogitOptions:
+    """Writes the rows of sequences that run already, as their admission did."""
+    for sequence in sequences:
+        if sequence.row is not None and sequence.request.has_logit_options:
+            values = row_of(sequence, options, vocab_size)
+            options = _write_row(options, np.int32(sequence.row), values)
     return options
 
 

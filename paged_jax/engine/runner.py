@@ -90,8 +90,14 @@ class Runner:
                 self._places.pool(self._spec, config.num_blocks, config.block_size, self._kv_dtype)
             )
 
-    def adopt(self, cache: PagedCache, rows: RowState) -> None:
-        """Goes on with the blocks, without tags, and rows of another runner of the same sizes."""
+    def adopt(self, cache: PagedCache, rows: RowState, running: Listed[Sequence]) -> None:
+        """Goes on with the blocks, without tags, and rows of another runner of the same sizes.
+
+        Args:
+          running: Who has the rows.
+        """
+        assert self._options is not None
+        self._options = logit_options.write_rows(self._options, running, self._vocab_size)
         self.blocks, self.rows = self._places.put((cache.blocks, rows))
         self._set_pool(cache.kv)
 

@@ -99,9 +99,9 @@ def restore(engine: "Engine", path: str | PathLike[str]) -> None:
         engine.runner.kv = None  # memory may not hold two pools
         cache = core.restore_cache(path / "cache")
         rows = RowState(**{name: jnp.asarray(x) for name, x in arrays["rows"].items()})
-        engine.runner.adopt(cache, rows)
         images = _images_of(record["images"], arrays.get("images", {}), requests)
         state = _state_of(record["state"], engine.state, cache.blocks, requests)
+        engine.runner.adopt(cache, rows, state.running)
         engine.dispatcher.adopt(images, state.ledger)
     except BaseException:
         engine._renew()

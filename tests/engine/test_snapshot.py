@@ -33,7 +33,7 @@ OPTIONS = {
     "preemption_mode": "swap",
     "debug": True,
 }
-CUTS = (3, 7, 14)
+CUTS = (3, 7, 16)
 """Steps after which a run is saved: prompts under way, choices under way, somebody swapped out."""
 
 
@@ -53,6 +53,8 @@ def workload() -> list[tuple]:
 
     shared = prompt(13)
     long = {"max_tokens": 24, "ignore_eos": True}
+    penalised = {**long, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "prompt_logprobs": 1}
+    biased = {"logit_bias": {41: 60.0, 7: 2.0}, "min_tokens": 9, "bad_words": ["a", "bc"]}
     return [
         ("greedy", shared, SamplingParams(temperature=0.0, logprobs=3, **long), 1),
         ("choices", prompt(9), SamplingParams(n=3, seed=5, top_p=0.9, max_tokens=20), 1),
@@ -61,7 +63,10 @@ def workload() -> list[tuple]:
         ("seeds", prompt(30), SamplingParams(top_k=20, logprobs=0, **long), 2),
         ("stops", prompt(5), SamplingParams(seed=1, stop=["e", "qz"], max_tokens=30), 2),
         ("salted", {"prompt_token_ids": shared, "cache_salt": "a"}, SamplingParams(seed=2), 3),
+        ("penalised", prompt(6), SamplingParams(temperature=0.0, **penalised), 0),
+        ("biased", prompt(4), SamplingParams(seed=3, **biased), 0),
         ("last", shared, SamplingParams(seed=-7, n=2, max_tokens=12), 4),
+        ("waits", prompt(20), SamplingParams(seed=4, max_tokens=20), 5),
     ]
 
 
