@@ -51,7 +51,9 @@ def sample(
 
     def draw() -> jax.Array:
         scale = jnp.where(is_random, temperature, 1.0)[:, None]
-        scaled = (logits - greatest[:, None]) / scale
+        # Without ranks it is computed in this branch, lest the logits be kept for it.
+        most = jnp.max(logits, axis=-1) if axis_name is None else greatest
+        scaled = (logits - most[:, None]) / scale
         kept = _kept(scaled, is_random, top_k, top_p, min_p, axis_name)
         weights = jnp.where(kept, jnp.exp(scaled), 0.0)
         drawn = _inverse_cdf(weights, _uniform(seeds, positions), axis_name)
@@ -209,14 +211,14 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array, axis_name: str | None =
     target = uniform * ends[:, -1]
     group = _first_past(sums, ends, target)
     before = jnp.take_along_axis(ends - sums, group[:, None], axis=1)[:, 0]
-    place = group
+    place, is_own = group, None
     if axis_name is not None:
         place = group - jax.lax.axis_index(axis_name).astype(jnp.int32) * own.shape[1]
-    is_own = (place >= 0) & (place < own.shape[1])
-    place = jnp.where(is_own, place, 0)
+        is_own = (place >= 0) & (place < own.shape[1])
+        place = jnp.where(is_own, place, 0)
     inside = jnp.take_along_axis(grouped, place[:, None, None], axis=1)[:, 0]
     token = _first_past(inside, jnp.cumsum(inside, axis=-1), target - before)
-    if axis_name is not None:
+    if is_own is not None:
         token = jax.lax.psum(jnp.where(is_own, token, 0), axis_name)
     return group * _GROUP + token
 
