@@ -10,6 +10,7 @@ an aliased, lost or uncopied block.
 import dataclasses
 import functools
 import itertools
+import random
 from collections import Counter
 from typing import ClassVar
 
@@ -36,8 +37,19 @@ SHAPES = [
     ((64, 4, 5, 16), 6),
 ]
 
-# Rules are drawn by hypothesis, so that a failing history is cut down to few of them; what each
-# does is drawn evenly from a seed.
+# The parts of a step. Hypothesis draws them, so that a failing history is cut down to few steps;
+# what each step does is drawn evenly from a seed.
+KINDS = [
+    ("allocate",),
+    ("free", "allocate"),
+    ("free", "fork", "allocate"),
+    ("reindex", "allocate"),
+    ("free", "share", "allocate"),
+    ("retain", "allocate"),
+    ("release", "allocate"),
+    ("truncate", "allocate"),
+    PARTS,
+]
 RANDOM = st.randoms(use_true_random=True)
 
 
@@ -108,43 +120,11 @@ class Histories(RuleBasedStateMachine):
         self.pool = np.zeros((self.num_blocks + 1, self.block_size), np.int64)
         self.next_tag = itertools.count(1)
 
-    @rule(rng=RANDOM)
-    def append(self, rng):
-        self.run(rng, "allocate")
+    @rule(parts=st.sampled_from(KINDS), rng=RANDOM)
+    def step(self, parts, rng):
+        self.run(parts, rng)
 
-    @rule(rng=RANDOM)
-    def replace(self, rng):
-        self.run(rng, "free", "allocate")
-
-    @rule(rng=RANDOM)
-    def branch(self, rng):
-        self.run(rng, "free", "fork", "allocate")
-
-    @rule(rng=RANDOM)
-    def beam_step(self, rng):
-        self.run(rng, "reindex", "allocate")
-
-    @rule(rng=RANDOM)
-    def hit_the_cache(self, rng):
-        self.run(rng, "free", "share", "allocate")
-
-    @rule(rng=RANDOM)
-    def publish(self, rng):
-        self.run(rng, "retain", "allocate")
-
-    @rule(rng=RANDOM)
-    def evict(self, rng):
-        self.run(rng, "release", "allocate")
-
-    @rule(rng=RANDOM)
-    def roll_back(self, rng):
-        self.run(rng, "truncate", "allocate")
-
-    @rule(rng=RANDOM)
-    def everything(self, rng):
-        self.run(rng, *PARTS)
-
-    def run(self, rng, *parts):
+    def run(self, parts, rng):
         drawn = self.history.draw(rng, parts)
         new_tokens, tags = drawn.get("allocate", {}), self.history.tags
         starts = {row: len(tags[row]) for row in new_tokens}
@@ -230,11 +210,20 @@ class Histories(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(("shape", "most"), SHAPES, ids=str)
 def test_core_ledger_naive_model_and_contents_agree_on_random_histories(shape, most):
+    # An even walk first, which reaches everything: what hypothesis draws differs between its
+    # versions and between places of a clone.
+    walk, rng = Histories(shape, most), random.Random(0)
     Histories.reached.clear()
+    for _ in range(300):
+        walk.run(rng.choice(KINDS), rng)
+    walk.teardown()
+    # A block of one token is full and never copied.
+    wanted = {*PARTS, "reason 0", "reason 1", "reason 2", *(["copy"] if shape[1] > 1 else [])}
+    assert {what for what, times in Histories.reached.items() if times > 5} >= wanted
     run_state_machine_as_test(
         functools.partial(Histories, shape, most),
         settings=hypothesis.settings(
-            max_examples=5,
+            max_examples=4,
             stateful_step_count=200,
             deadline=None,
             derandomize=True,
@@ -242,9 +231,6 @@ def test_core_ledger_naive_model_and_contents_agree_on_random_histories(shape, m
             suppress_health_check=list(hypothesis.HealthCheck),
         ),
     )
-    # That nothing above is vacuous. A block of one token is full and never copied.
-    wanted = {*PARTS, "reason 0", "reason 1", "reason 2", *(["copy"] if shape[1] > 1 else [])}
-    assert {what for what, times in Histories.reached.items() if times > 5} >= wanted
 
 
 def test_releasable_counts_blocks_that_no_other_row_owns():
