@@ -13,40 +13,17 @@ import json
 import re
 import shutil
 import threading
-import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
-
-from paged_jax import AsyncLLM
-from paged_jax.server.app import make_app
-from paged_jax.server.options import ServerOptions
-from paged_jax.server.serve import Server
+from serving import serving
 
 MODEL = "smollm2-135m-instruct"
 OPTIONS = {"max_num_seqs": 8, "num_blocks": 256, "max_model_len": 1024, "warmup": "lazy"}
 SCREENS = (("dashboard-light", 1280, 1024, "light"), ("dashboard-dark-390", 390, 844, "dark"))
 SYSTEM = "You are a helpful guide who knows the towns and mountains of Europe. " * 6
 QUESTIONS = ("What is the capital of France?", "Tell me about the river there.")
-
-
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Address of a server that lives as long as the block."""
-    llm = AsyncLLM(MODEL, **OPTIONS)
-    app = make_app(llm, ServerOptions(served_model_name=MODEL))
-    server = Server(app, llm, host="127.0.0.1", port=0, shutdown_timeout=0)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def post(url: str, question: str, max_tokens: int, **fields) -> None:
@@ -121,7 +98,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/images"), metavar="DIR")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
-    with served() as url, sync_playwright() as playwright:
+    with serving(MODEL, **OPTIONS) as (_, url), sync_playwright() as playwright:
         fill(url)  # compiles
         path = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

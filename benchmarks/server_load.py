@@ -183,37 +183,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    import threading
+    from serving import serving
 
-    from paged_jax import AsyncLLM
-    from paged_jax.server.app import make_app
-    from paged_jax.server.options import ServerOptions
-    from paged_jax.server.serve import Server
-
-    name = "smollm2-135m-instruct"
-    llm = AsyncLLM(name, max_num_seqs=32, max_model_len=512, num_blocks=512, warmup="all")
-    app = make_app(llm, ServerOptions(served_model_name=name))
-    server = Server(app, llm, host="127.0.0.1", port=0)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     draw = random.Random(arguments.seed)
     words = ["the", "king", "river", "said", "once", "bread", "under", "seven", "light", "and"]
     prompts = [" ".join(draw.choices(words, k=draw.randrange(1, 40))) for _ in range(30)]
-    cases = alone(url, make_bodies(draw, prompts, 24))
-    options = {"clients": arguments.clients, "seed": arguments.seed}
-    asyncio.run(run_clients(url, cases, seconds=5.0, **options))
-    before = resident_bytes()
-    tally = asyncio.run(run_clients(url, cases, seconds=arguments.seconds, **options))
-    grown = resident_bytes() - before
-    while llm.stats()["num_running"] or llm.stats()["num_used"]:
-        time.sleep(0.05)
-    stats = llm.stats()
-    server.should_exit = True
-    thread.join()
+    sizes = {"max_num_seqs": 32, "max_model_len": 512, "num_blocks": 512}
+    with serving("smollm2-135m-instruct", warmup="all", **sizes) as (llm, url):
+        cases = alone(url, make_bodies(draw, prompts, 24))
+        options = {"clients": arguments.clients, "seed": arguments.seed}
+        asyncio.run(run_clients(url, cases, seconds=5.0, **options))
+        before = resident_bytes()
+        tally = asyncio.run(run_clients(url, cases, seconds=arguments.seconds, **options))
+        grown = resident_bytes() - before
+        while llm.stats()["num_running"] or llm.stats()["num_used"]:
+            time.sleep(0.05)
+        stats = llm.stats()
     print(json.dumps({**tally.figures(), "grown_bytes": grown, "stats": stats}, indent=1))
     for line in tally.wrong[:5]:
         print(line)

@@ -1,6 +1,7 @@
 """The loop over decoder blocks; parts live in their own files."""
 
-from typing import overload
+from collections.abc import Callable
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +216,17 @@ class Decoder(nnx.Module):
     def cache_spec(self) -> CacheSpec:
         """Shape of what the model keeps per token."""
         return cache_spec(self.spec, self.share)
+
+
+def fill(make: Callable[[], Decoder], array: Callable[[str, Any], jax.Array]) -> Decoder:
+    """A decoder with the parameters `array(name, variable)`; what `make` would fill in is never
+    computed. Names are like "blocks.0.attention.qkv.weight"."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    filled = [
+        (path, variable.replace(array(".".join(map(str, path)), variable)))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def cache_spec(spec: DecoderSpec, share: Share | None = None) -> CacheSpec:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 
 from paged_jax.models.architecture import Names
 from paged_jax.models.checkpoint import Checkpoint
-from paged_jax.models.decoder import Decoder
+from paged_jax.models.decoder import Decoder, fill
 from paged_jax.models.host_arrays import to_device
 from paged_jax.models.registry import architecture, read_spec
 from paged_jax.models.shard import Placer
@@ -63,6 +63,8 @@ def load_model(
     Raises: ValueError for an unknown architecture, dtype, or a missing, surplus or misshapen
       tensor, which it names.
     """
+    if sharding is not None and mesh is not None:
+        raise ValueError("sharding cannot be given together with mesh")
     names = architecture(checkpoint.config).names
     spec = dataclasses.replace(read_spec(checkpoint.config), context_length=max_model_len)
     wanted = resolve_dtype(dtype, checkpoint.config)
@@ -72,20 +74,17 @@ def load_model(
 
     placer = None if mesh is None else Placer(spec, mesh)
     share = None if placer is None else placer.share
-    abstract = nnx.eval_shape(lambda: Decoder(spec, share=share, dtype=wanted, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-    filled = []
-    for path, variable in nnx.to_flat_state(state):
-        name = ".".join(map(str, path))
+
+    def array(name: str, variable: Any) -> jax.Array:
         source = by_parameter[name]
         arrays = [checkpoint.read(stored[tensor.name], variable.dtype) for tensor in source.tensors]
         joined = source.join(arrays)
         if placer is not None:
-            filled.append((path, variable.replace(placer.put(name, joined, variable.dtype))))
-            continue
+            return placer.put(name, joined, variable.dtype)
         where = None if sharding is None else sharding(name, joined.shape)
-        filled.append((path, variable.replace(to_device(joined, variable.dtype, where))))
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+        return to_device(joined, variable.dtype, where)
+
+    return fill(lambda: Decoder(spec, share=share, dtype=wanted, rngs=nnx.Rngs(0)), array)
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> jnp.dtype:

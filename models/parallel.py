@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from paged_jax.models.spec import (
     AttentionSpec,
@@ -130,13 +131,9 @@ class Cut:
         part[(slice(None),) * self.axis + (index < 0,)] = 0
         return part
 
-    def join(self, parts: Any) -> Any:
-        """The whole from the parts of all ranks, side by side along the axis; under `jit` too."""
-        flat = self.index.reshape(-1)
-        order = np.zeros(flat.max() + 1, np.int64)
-        order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-        xp = parts.__array_namespace__()
-        return xp.take(parts, xp.asarray(order), axis=self.axis)
+    def partition(self, axis_name: str) -> PartitionSpec:
+        """Of the parts of all ranks, side by side along the axis."""
+        return PartitionSpec(*[None] * self.axis, axis_name)
 
 
 def cuts(spec: DecoderSpec, share: Share) -> dict[str, Cut]:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from paged_jax.models.decoder import Decoder
+from paged_jax.models.decoder import Decoder, fill
 from paged_jax.models.parallel import Cut, Share, cuts
 from paged_jax.models.spec import DecoderSpec
 
@@ -39,7 +39,7 @@ class Placer:
     """Places the parameters of one model on a mesh, by their names."""
 
     def __init__(self, spec: DecoderSpec, mesh: Mesh) -> None:
-        self.share, self._mesh = check_mesh(mesh), mesh
+        self.share, self.mesh = check_mesh(mesh), mesh
         self._cuts, self._spec = cuts(spec, self.share), spec
 
     @functools.cached_property
@@ -48,45 +48,47 @@ class Placer:
         state = nnx.state(nnx.eval_shape(lambda: Decoder(self._spec, rngs=nnx.Rngs(0))))
         return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
 
+    def put(self, name: str, whole: np.ndarray, dtype: Any) -> jax.Array:
+        """A parameter on its devices."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            return jax.device_put(np.asarray(whole, dtype), self._sharding(None))
+        num_ranks, own = cut.index.shape
+        shape = (*whole.shape[: cut.axis], num_ranks * own, *whole.shape[cut.axis + 1 :])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            rank = (index[cut.axis].start or 0) // own
+            return np.ascontiguousarray(cut.part(whole, rank), dtype)
+
+        return jax.make_array_from_callback(shape, self._sharding(cut), part)
+
     def move(self, name: str, whole: jax.Array) -> jax.Array:
         """The same for a parameter that is on devices, of this mesh or another: it does not go
         through the host where JAX can copy between the devices."""
         cut = self._cuts.get(name)
         if cut is None:
-            return jax.device_put(whole, NamedSharding(self._mesh, PartitionSpec()))
-        divided = PartitionSpec(*[None] * cut.axis, AXIS)
+            return jax.device_put(whole, self._sharding(None))
         is_even = whole.shape[cut.axis] % self.share.num_ranks == 0
-        start = NamedSharding(self._mesh, divided if is_even else PartitionSpec())
-        where = NamedSharding(self._mesh, divided)
-        index = cut.index.reshape(-1)
-        return _pick(jax.device_put(whole, start), index, axis=cut.axis, where=where)
+        moved = jax.device_put(whole, self._sharding(cut if is_even else None))
+        return _pick(moved, cut.index.reshape(-1), axis=cut.axis, where=self._sharding(cut))
 
-    def put(self, name: str, whole: np.ndarray, dtype: Any) -> jax.Array:
-        """A parameter on its devices."""
-        cut = self._cuts.get(name)
-        if cut is None:
-            sharding = NamedSharding(self._mesh, PartitionSpec())
-            return jax.device_put(np.asarray(whole, dtype), sharding)
-        return _divided(whole, cut, self._mesh, dtype)
+    def _sharding(self, cut: Cut | None) -> NamedSharding:
+        spec = PartitionSpec() if cut is None else cut.partition(AXIS)
+        return NamedSharding(self.mesh, spec)
 
 
 def shard(model: Decoder, mesh: Mesh) -> Decoder:
     """The same model, divided over the axis "tp" of a mesh."""
     placer = Placer(model.spec, mesh)
-    _, state = nnx.split(model)
-    by_name = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    whole = {
+        ".".join(map(str, path)): np.asarray(leaf[...])
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
     dtype = model.embed.weight[...].dtype
-    graphdef, own = nnx.split(
-        nnx.eval_shape(
-            lambda: Decoder(model.spec, share=placer.share, dtype=dtype, rngs=nnx.Rngs(0))
-        )
+    return fill(
+        lambda: Decoder(model.spec, share=placer.share, dtype=dtype, rngs=nnx.Rngs(0)),
+        lambda name, _: placer.put(name, whole[name], whole[name].dtype),
     )
-    placed = []
-    for path, variable in nnx.to_flat_state(own):
-        name = ".".join(map(str, path))
-        whole = np.asarray(by_name[name][...])
-        placed.append((path, variable.replace(placer.put(name, whole, whole.dtype))))
-    return nnx.merge(graphdef, nnx.from_flat_state(placed))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "where"))
@@ -97,15 +99,3 @@ def _pick(whole: jax.Array, index: jax.Array, *, axis: int, where: NamedSharding
     found = jnp.take(whole, jnp.maximum(index, 0), axis=axis)
     found = jnp.where((index >= 0).reshape(shape), found, jnp.zeros_like(found))
     return jax.lax.with_sharding_constraint(found, where)
-
-
-def _divided(whole: np.ndarray, cut: Cut, mesh: Mesh, dtype: Any) -> jax.Array:
-    sharding = NamedSharding(mesh, PartitionSpec(*[None] * cut.axis, AXIS))
-    num_ranks, own = cut.index.shape
-    shape = (*whole.shape[: cut.axis], num_ranks * own, *whole.shape[cut.axis + 1 :])
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        rank = (index[cut.axis].start or 0) // own
-        return np.ascontiguousarray(cut.part(whole, rank), dtype)
-
-    return jax.make_array_from_callback(shape, sharding, part)

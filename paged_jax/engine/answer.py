@@ -35,6 +35,11 @@ def text_stream(request: Request, tokenizer: Tokenizer | None) -> TextStream | N
     )
 
 
+def error_text(error: Exception) -> str:
+    """What `RequestOutput.error` says of it."""
+    return f"{type(error).__name__}: {error}"
+
+
 def take_token(
     sequence: Sequence,
     token: int,
@@ -59,7 +64,7 @@ def take_token(
         try:
             sequence.guide.accept(token)
         except GuideError as error:
-            request.error = f"{type(error).__name__}: {error}"
+            request.error = error_text(error)
             return "error"
     if token in request.stop_ids:
         if token in request.named_stop_ids:

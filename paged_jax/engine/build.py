@@ -41,16 +41,17 @@ def build_engine(
     Raises: ValueError for an unknown option or model, an unreadable file, or sizes that contradict
       each other; NotImplementedError for an option value that is not built yet.
     """
-    if mesh is not None:
-        options = {"tensor_parallel_size": check_mesh(mesh).num_ranks, **options}
+    ranks = None if mesh is None else check_mesh(mesh).num_ranks
+    if ranks is not None:
+        options = {"tensor_parallel_size": ranks, **options}
     config = EngineConfig.from_options(options)
     size = config.tensor_parallel_size
-    if mesh is None and size > 1:
-        mesh = make_mesh(size)
-    elif mesh is not None and size != (ranks := check_mesh(mesh).num_ranks):
+    if ranks is not None and size != ranks:
         raise ValueError(
             f"tensor_parallel_size ({size}) must be the size of the axis 'tp' of mesh ({ranks})"
         )
+    if mesh is None and size > 1:
+        mesh = make_mesh(size)
     eos_token_ids: Sequence[int] = ()
     max_position = None
     own_tokenizer = None

@@ -56,8 +56,9 @@ class Engine(Loop):
         """
         model_dtype, self.vocab_size = probe(model)
         kv_dtype = model_dtype if config.kv_dtype is None else jnp.dtype(config.kv_dtype)
+        places = Places.of(model)
         self.config: ResolvedConfig = resolve(
-            config, model.cache_spec(), kv_dtype, max_position, Places.of(model).num_ranks
+            config, model.cache_spec(), kv_dtype, max_position, places.num_ranks
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = Runner(
@@ -65,6 +66,7 @@ class Engine(Loop):
             self.config,
             kv_dtype,
             self.vocab_size,
+            places,
             strict_compile=config.strict_compile,
             has_tags=config.debug,
         )

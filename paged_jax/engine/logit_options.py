@@ -6,7 +6,6 @@ where its sequence starts; its mask again for every token of a sequence that has
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import Any
 
@@ -48,9 +47,8 @@ def write(
     """Writes what the next tokens of a plan depend on."""
     masks = {}
     for segment, sequence in zip(segments, sequences, strict=True):
-        if segment.is_admission and sequence.request.has_logit_options:
-            values = row_of(sequence, options, vocab_size)
-            options = _write_row(options, np.int32(segment.row), values)
+        if segment.is_admission:
+            options = write_row(options, segment.row, sequence, vocab_size)
         if sequence.guide is not None and segment.num_sampled:
             masks[segment.row] = _guided_mask(sequence, vocab_size)
     for start in range(0, len(masks), MAX_MASKS):
@@ -59,15 +57,11 @@ def write(
     return options
 
 
-def write_rows(
-    options: LogitOptions, sequences: Iterable[Sequence], vocab_size: int
-) -> LogitOptions:
-    """Writes the rows of sequences that run already, as their admission did."""
-    for sequence in sequences:
-        if sequence.row is not None and sequence.request.has_logit_options:
-            values = row_of(sequence, options, vocab_size)
-            options = _write_row(options, np.int32(sequence.row), values)
-    return options
+def write_row(options: LogitOptions, row: int, sequence: Sequence, vocab_size: int) -> LogitOptions:
+    """Writes what a sequence asks for, if it asks for anything, into its row."""
+    if not sequence.request.has_logit_options:
+        return options
+    return _write_row(options, np.int32(row), row_of(sequence, options, vocab_size))
 
 
 def warm_up(options: LogitOptions) -> LogitOptions:

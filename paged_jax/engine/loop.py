@@ -149,7 +149,7 @@ class Loop:
         kind, _, message = output.error.partition(": ")
         if kind == GuideError.__name__:
             return GuideError(message)
-        is_last = self.error is not None and output.error == _words(self.error)
+        is_last = self.error is not None and output.error == answer.error_text(self.error)
         return self.error if is_last else RuntimeError(output.error)
 
     # Ends.
@@ -240,7 +240,7 @@ class Loop:
             names = names or {s.request.request_id for s in self.state.running}
             for name in sorted(names or set(self._requests)):
                 if (request := self._requests.get(name)) is not None:
-                    request.error = _words(error)
+                    request.error = answer.error_text(error)
                     outputs.append(self._finish(request, "error"))
         elif self._is_untouched:
             self._is_untouched = False
@@ -303,7 +303,3 @@ class Loop:
         unread, self._unread = self._unread, None
         if unread is not None:
             self._commit(unread, outputs)
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -14,7 +14,6 @@ from paged_jax import core
 from paged_jax.core import CacheSpec, KVCache
 from paged_jax.engine.step import OnMesh
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.parallel import Share
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.shard import Placer
 
@@ -23,12 +22,10 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """A mesh and the share of a rank, or neither."""
+    """One device, or a mesh."""
 
-    mesh: Mesh | None = None
-    share: Share | None = None
     placer: Placer | None = None
-    """Divides other parameters in the same way."""
+    """Of a divided model: divides other parameters in the same way."""
 
     @classmethod
     def of(cls, model: PagedModel) -> "Places":
@@ -36,17 +33,22 @@ class Places:
         if not isinstance(model, Decoder) or model.share is None:
             return cls()
         mesh: Any = model.embed.weight[...].sharding.mesh  # type: ignore[union-attr]
-        return cls(mesh=mesh, share=model.share, placer=Placer(model.spec, mesh))
+        return cls(placer=Placer(model.spec, mesh))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Of a divided model."""
+        return None if self.placer is None else self.placer.mesh
 
     @property
     def axis_name(self) -> str | None:
         """Of the ranks that have parts of the vocabulary."""
-        return None if self.share is None else self.share.axis
+        return None if self.placer is None else self.placer.share.axis
 
     @property
     def num_ranks(self) -> int:
         """Devices that have a part each."""
-        return 1 if self.share is None else self.share.num_ranks
+        return 1 if self.placer is None else self.placer.share.num_ranks
 
     def bind(self, tree: Any) -> Any:
         """The same arrays, bound to their devices: programs of bound and unbound ones are not
@@ -66,9 +68,9 @@ class Places:
 
     def pool(self, spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> KVCache:
         """An empty pool; `spec` is of one rank, like what the pool says of its heads."""
-        if self.mesh is None or self.share is None:
+        if self.mesh is None:
             return core.create_kv_cache(spec, num_blocks, block_size, dtype)
-        num_ranks = self.share.num_ranks
+        num_ranks = self.num_ranks
 
         def make() -> KVCache:
             own = core.create_kv_cache(spec, num_blocks, block_size, dtype)

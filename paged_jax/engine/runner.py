@@ -38,6 +38,7 @@ class Runner:
         config: ResolvedConfig,
         kv_dtype: Any,
         vocab_size: int,
+        places: Places,
         *,
         strict_compile: bool,
         has_tags: bool,
@@ -52,7 +53,7 @@ class Runner:
         """Whether the pool was given back; see `sleep`."""
         self._kv_dtype = kv_dtype
         self._spec = model.cache_spec()
-        self._places = Places.of(model)
+        self._places = places
         graphdef, state = nnx.split(model)
         state = self._places.bind(state)
         leaves, treedef = jax.tree.flatten(state)
@@ -97,7 +98,11 @@ class Runner:
           running: Who has the rows.
         """
         assert self._options is not None
-        self._options = logit_options.write_rows(self._options, running, self._vocab_size)
+        for sequence in running:
+            if sequence.row is not None:
+                self._options = logit_options.write_row(
+                    self._options, sequence.row, sequence, self._vocab_size
+                )
         self.blocks, self.rows = self._places.put((cache.blocks, rows))
         self._set_pool(cache.kv)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 from pydantic import BaseModel
@@ -33,7 +33,7 @@ from paged_jax.server.metrics import OPENMETRICS, Metrics
 from paged_jax.server.middleware import AccessLog, ApiKey, BodyLimit
 from paged_jax.server.monitor import Monitor
 from paged_jax.server.options import ServerOptions
-from paged_jax.server.run import answer, event
+from paged_jax.server.run import EventStream, answer, event
 
 _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
@@ -198,7 +198,7 @@ def _add_dashboard(app: FastAPI, llm: AsyncLLM) -> None:
         return HTMLResponse(page)
 
     @app.get("/dashboard/state", include_in_schema=False)
-    async def state() -> StreamingResponse:
+    async def state() -> EventStream:
         async def states() -> AsyncIterator[bytes]:
             with contextlib.suppress(EngineDeadError):
                 while True:
@@ -206,8 +206,7 @@ def _add_dashboard(app: FastAPI, llm: AsyncLLM) -> None:
                     await asyncio.sleep(0.5)
 
         await llm.call(monitor.look)  # a failure has a status then
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(states(), media_type="text/event-stream", headers=headers)
+        return EventStream(states())
 
 
 def _check_model(body: Body, options: ServerOptions) -> str:

@@ -45,9 +45,10 @@ async def answer(request: Request, job: Job, form: Form, llm: AsyncLLM) -> Respo
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of requests, which end with the connection, also before the first."""
+    """Server-sent events; requests that they are of end with the connection, also before the
+    first event."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[RequestStream]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[RequestStream] = ()) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._streams = streams

@@ -1,6 +1,7 @@
 """The engine's step of a divided Llama 3 as a program to compile for a mesh of absent TPUs."""
 
 import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from paged_jax.engine.places import Places
 from paged_jax.engine.step import Sizes, make_step
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.parallel import Share, cuts
+from paged_jax.models.shard import Placer
 from paged_jax.models.spec import DecoderSpec, RopeSpec, uniform_spec
 from tests.aot.step import CONTEXT_LEN, NUM_ROWS, inputs
 from tests.aot.targets import device_of
@@ -77,17 +79,15 @@ def compile_divided(
     whole = PartitionSpec()
 
     def placed(leaf: Any, where: PartitionSpec) -> jax.ShapeDtypeStruct:
-        shape = [n * (num_ranks if axis else 1) for n, axis in zip_longest(leaf.shape, where)]
+        """A leaf of one rank, of all of them."""
+        pairs = itertools.zip_longest(leaf.shape, where)
+        shape = [size * (num_ranks if axis else 1) for size, axis in pairs]
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, where))
-
-    def zip_longest(shape: tuple[int, ...], where: PartitionSpec) -> list[tuple[int, Any]]:
-        return [(n, where[i] if i < len(where) else None) for i, n in enumerate(shape)]
 
     params = []
     for path, leaf in zip(paths, leaves, strict=True):
         cut = divided.get(path)
-        where = whole if cut is None else PartitionSpec(*[None] * cut.axis, "tp")
-        params.append(placed(leaf, where))
+        params.append(placed(leaf, whole if cut is None else cut.partition("tp")))
     block_size = 128
     num_blocks = pool_tokens // block_size
     kv = jax.eval_shape(
@@ -95,7 +95,7 @@ def compile_divided(
             model.cache_spec(), num_blocks, block_size, jnp.bfloat16, platform="tpu"
         )
     )
-    places = Places(mesh=mesh, share=share)
+    places = Places(placer=Placer(spec, mesh))
     on_mesh = places.on_mesh(tuple(params), kv)
     own_pool = kv.kv
     kv = jax.tree.map(placed, kv, places.divided(kv))

@@ -59,14 +59,6 @@ def _update(pool, layer):
     return pool.at[layer, 3].set(jnp.ones((), pool.dtype))
 
 
-@pytest.fixture
-def optimized():
-    """The programs that are served; tests/conftest.py turns this on for all other tests."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("target", "fn", "donate", "is_fault"),

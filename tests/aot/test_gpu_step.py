@@ -8,7 +8,6 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import jax
 import pytest
 
 from paged_jax.engine.step import step_options
@@ -19,6 +18,7 @@ from tests.aot.targets import Report, compile_for, device_of, report
 from tests.hlo import moved_sizes
 
 pytestmark = [
+    pytest.mark.usefixtures("optimized"),
     pytest.mark.aot,
     pytest.mark.aot_gpu,
     pytest.mark.slow,
@@ -44,14 +44,6 @@ class Compiled:
     moved: set[int]  # sizes of arrays that are copied, transposed or converted
     pool_bytes: int
     weights: set[int]  # sizes
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """The programs that are served; tests/conftest.py turns this on for all other tests."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def compile_step(target: str, num_tokens: int, dump_dir, num_layers: int = NUM_LAYERS) -> Compiled:

@@ -17,7 +17,7 @@ from paged_jax.models.decoder import Decoder
 from paged_jax.models.registry import read_spec
 from tests.aot.targets import compile_for, report
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_LAYERS, NUM_ROWS, NUM_TOKENS, POOL_TOKENS = 2, 16, 128, 2**17
 COMMON = {
@@ -71,14 +71,6 @@ CONFIGS = {
         "v_head_dim": 128,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """The programs that are served; tests/conftest.py turns this on for all other tests."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

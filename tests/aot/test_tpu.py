@@ -11,15 +11,7 @@ from tests.aot.cover import covering_entries
 from tests.aot.programs import program
 from tests.aot.targets import TARGETS, compile_for, report
 
-pytestmark = pytest.mark.aot
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """The programs that are served; tests/conftest.py turns this on for all other tests."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimized")]
 
 
 @pytest.mark.parametrize("entry", covering_entries(), ids=str)

@@ -14,7 +14,7 @@ import pytest
 from tests.aot.step import NUM_ROWS, llama_step
 from tests.aot.targets import Report, compile_for, report
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_LAYERS = 2  # enough to see what is made per layer and what once; 32 take three minutes
 
@@ -26,14 +26,6 @@ class Compiled:
     hlo: str
     report: Report
     pool: jax.ShapeDtypeStruct
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """The programs that are served; tests/conftest.py turns this on for all other tests."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def compile_step(num_tokens: int, block_size: int, num_layers: int = NUM_LAYERS) -> Compiled:

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, SamplingParams, core
 from paged_jax.core import AuditError
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.parallel import Share, cuts
+from paged_jax.models.parallel import Cut, Share, cuts
 from paged_jax.models.shard import make_mesh, shard
 from paged_jax.models.spec import uniform_spec
 from tests.llm_harness import OPTIONS, PROMPTS, assert_idle, run
@@ -72,20 +72,18 @@ def assert_same(found: list, wanted: list) -> None:
     """The same tokens, and log-probabilities within 1e-4."""
     for (tokens, *told), (tokens_alone, *told_alone) in zip(found, wanted, strict=True):
         assert tokens == tokens_alone
-        values = [
-            np.array([x.logprob for x in entry.values()])
-            for listed in (*(told[0] or ()), told[1])
-            for entry in listed or ()
-            if entry
-        ]
-        alone = [
-            np.array([x.logprob for x in entry.values()])
-            for listed in (*(told_alone[0] or ()), told_alone[1])
-            for entry in listed or ()
-            if entry
-        ]
-        for got, want in zip(values, alone, strict=True):
+        for got, want in zip(logprobs(*told), logprobs(*told_alone), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def logprobs(of_choices: list, of_prompt: list | None) -> list[np.ndarray]:
+    """Of every position, those that are told."""
+    return [
+        np.array([x.logprob for x in entry.values()])
+        for listed in (*of_choices, of_prompt)
+        for entry in listed or ()
+        if entry
+    ]
 
 
 # Query heads, KV heads, ranks: even, replicated, padded, replicated with queries to spare.
@@ -148,9 +146,9 @@ def test_every_architecture_gives_its_reference_tokens(name, num_ranks):
 def test_no_device_gets_more_than_its_part(name):
     mesh = make_mesh(4)
     with LLM(TINY / name, mesh=mesh, num_blocks=8, max_model_len=32) as llm:
-        specs, params = llm.engine.runner.leaf_specs, llm.engine.runner._params
+        names, params = llm.engine.runner.leaf_specs, llm.engine.runner._params
         divided = cuts(model(name).spec, Share(axis="tp", num_ranks=4))
-        for (leaf, _), array in zip(specs.items(), params, strict=True):
+        for leaf, array in zip(names, params, strict=True):
             [shape] = {shard.data.shape for shard in array.addressable_shards}
             assert len(array.addressable_shards) == 4
             if leaf in divided:
@@ -184,8 +182,6 @@ def test_what_cannot_be_divided_is_refused(toy):
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_layer_has_two_sums_over_the_ranks(num_ranks):
     """And the embedding one; nothing else of a forward pass goes over the links."""
-    from paged_jax import core
-
     model = shard(random_model(), make_mesh(num_ranks))
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -299,16 +295,23 @@ def test_each_head_is_somewhere_and_with_its_key(num_ranks, heads, kv_heads):
     assert padded % num_ranks == 0 or num_ranks % padded == 0
 
 
-def test_parts_of_a_parameter_join_to_the_whole(rng):
-    spec = random_model(num_heads=9, num_kv_heads=3).spec
+def joined(cut: Cut, parts: np.ndarray) -> np.ndarray:
+    """The whole from the parts of all ranks, side by side."""
+    flat = cut.index.reshape(-1)
+    order = np.zeros(flat.max() + 1, np.int64)
+    order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+    return np.take(parts, order, axis=cut.axis)
+
+
+def test_parts_of_a_parameter_join_to_the_whole():
     share = Share(axis="tp", num_ranks=8)
     model = random_model(num_heads=9, num_kv_heads=3)
     whole = {
         ".".join(map(str, p)): np.asarray(v[...]) for p, v in nnx.to_flat_state(nnx.state(model))
     }
-    for name, cut in cuts(spec, share).items():
+    for name, cut in cuts(model.spec, share).items():
         parts = np.concatenate([cut.part(whole[name], r) for r in range(8)], axis=cut.axis)
-        np.testing.assert_array_equal(cut.join(parts), whole[name])
+        np.testing.assert_array_equal(joined(cut, parts), whole[name])
 
 
 def test_a_model_that_is_divided_already_is_served_as_it_is(toy):
