@@ -8,10 +8,9 @@ stream.__anext__                      <---   step, outputs of one dispatch at a 
 import asyncio
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
 from paged_jax.engine.request import Request
 from paged_jax.engine.submission import Prompt
+from paged_jax.engine_thread import EngineDeadError, EngineThread
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.tokenizer import Tokenizer, render_prompt
 from paged_jax.outputs import RequestOutput
@@ -29,16 +29,15 @@ from paged_jax.sampling_params import SamplingParams
 
 _logger = logging.getLogger("paged_jax")
 
+LAST_DISPATCH_SECONDS = 10.0
+"""How long the last dispatch may take to end when the time for a shutdown is up."""
+
 
 class QueueFullError(RuntimeError):
     """As many requests as may be are waiting already."""
 
 
-class EngineDeadError(RuntimeError):
-    """The engine has stopped, by an error or because it was closed."""
-
-
-class AsyncLLM:
+class AsyncLLM(EngineThread):
     """A model with its KV pool and a thread that runs it. Also an async context manager.
 
     Everything may be called from any thread and event loop.
@@ -68,21 +67,10 @@ class AsyncLLM:
             isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1
         ):
             raise ValueError(f"max_waiting ({max_waiting!r}) must be an integer of at least 1")
-        self._engine = build_engine(model, tokenizer, options, mesh)
-        self.observer: Callable[[Sequence[RequestOutput]], None] | None = None
-        """Called in the engine thread with what a dispatch has brought, until it raises."""
+        super().__init__(build_engine(model, tokenizer, options, mesh))
         self._max_waiting = max_waiting
         self._ids = itertools.count()
-        self._condition = threading.Condition()
-        """Guards what follows."""
-        self._streams: dict[str, RequestStream] = {}
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._calls: set[Callable[[Any, BaseException | None], None]] = set()
-        self._is_closing = self._is_closed = False
-        self._error: BaseException | None = None
-        self._stats = self._engine.stats()
-        self._last_step = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="paged-jax engine", daemon=True)
+        self._grammars = ThreadPoolExecutor(4, "paged-jax grammars")
         self._thread.start()
 
     async def generate(
@@ -157,24 +145,34 @@ class AsyncLLM:
                 for name, prompt in zip(request_ids, prompts, strict=True)
             ]
 
-        # Long prompts and grammars take a while, which other requests need not wait for.
-        requests = await asyncio.to_thread(check)
+        # Long prompts and grammars take a while, which other requests need not wait for; many
+        # grammars at once wait for each other.
+        pool = self._grammars if getattr(params, "structured_outputs", None) else None
+        requests = await asyncio.get_running_loop().run_in_executor(pool, check)
         streams = {name: RequestStream(name, self._leave) for name in request_ids}
         with self._condition:
             self._check_open()
-            waiting = max(0, len(self._streams) - self._engine.config.max_num_seqs)
-            if self._max_waiting is not None and (
-                len(self._streams) + len(streams)
-                > self._engine.config.max_num_seqs + self._max_waiting
-            ):
-                raise QueueFullError(f"{waiting} requests wait; max_waiting is {self._max_waiting}")
+            self._check_room(len(streams))
             for i, name in enumerate(request_ids):
                 if name in self._streams or name in request_ids[:i]:
                     raise ValueError(f"request_id {name!r} is in use by an unfinished request")
             self._streams |= streams
             for request in requests:
-                self._post(lambda request=request: self._add(request))
+                stream = streams[request.request_id]
+                self._post(lambda request=request, stream=stream: self._add(request, stream))
         return list(streams.values())
+
+    def _check_room(self, count: int) -> None:
+        if self._max_waiting is None:
+            return
+        room = self._engine.config.max_num_seqs + self._max_waiting
+        if count > room:
+            raise ValueError(
+                f"prompt ({count} prompts) must have {room} at most, max_num_seqs and max_waiting"
+            )
+        if len(self._streams) + count > room:
+            waiting = max(0, len(self._streams) - self._engine.config.max_num_seqs)
+            raise QueueFullError(f"{waiting} requests wait; max_waiting is {self._max_waiting}")
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored."""
@@ -184,7 +182,8 @@ class AsyncLLM:
     async def call(self, run: Callable[[Any], Any]) -> Any:
         """Runs `run(engine)` between two dispatches and returns what it returns, or raises that.
 
-        For `update_weights`, `reset_prefix_cache`, `sleep`, `snapshot`, ...
+        For `update_weights`, `reset_prefix_cache`, `sleep`, `snapshot`, ... Streams of requests
+        that it drops, as `reset` does, raise RuntimeError.
         """
         self._check_open()
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -201,10 +200,13 @@ class AsyncLLM:
         def task() -> None:
             try:
                 value = run(self._engine)
+            except StopIteration as error:  # no future takes it
+                end(None, RuntimeError(f"{run!r} raised {error!r}"))
             except Exception as error:
                 end(None, error)
             else:
                 end(value, None)
+            self._end_dropped()
 
         with self._condition:
             self._check_open()
@@ -240,29 +242,38 @@ class AsyncLLM:
         A first dispatch of a size compiles its program, which may take minutes.
         """
         self._check_open()
-        if self._streams and time.monotonic() - self._last_step > stalled_after:
+        is_awake = not self._engine.runner.is_asleep
+        if self._streams and is_awake and time.monotonic() - self._last_step > stalled_after:
             raise EngineDeadError(f"no dispatch has ended for {stalled_after:g} s")
 
     async def shutdown(self, timeout: float | None = 0.0) -> None:
         """Refuses new requests, lets those that run end, and stops the thread.
 
         Args:
-          timeout: Seconds after which what has not ended is aborted; None waits for all.
+          timeout: Seconds after which what has not ended is aborted; None waits for all, but not
+            for what waits in an engine that is asleep. A dispatch that does not end within
+            `LAST_DISPATCH_SECONDS` then is left behind, and its streams raise EngineDeadError.
         """
         with self._condition:
             self._is_closing = True
             self._condition.notify()
         end = None if timeout is None else time.monotonic() + timeout
-        while self._streams and self._thread.is_alive():
+        while self._streams and self._thread.is_alive() and not self._engine.runner.is_asleep:
             if end is not None and time.monotonic() >= end:
                 break
             await asyncio.sleep(0.01)
         with self._condition:
-            for name in self._streams:
-                self._inbox.append(lambda name=name: self._abort(name))
+            for stream in self._streams.values():
+                self._inbox.append(lambda stream=stream: self._abort_stream(stream))
             self._is_closed = True
             self._condition.notify()
-        await asyncio.to_thread(self._thread.join)
+        # Not by a worker thread that joins it: a loop that ends waits for those.
+        late = None if end is None else time.monotonic() + LAST_DISPATCH_SECONDS
+        while self._thread.is_alive() and (late is None or time.monotonic() < late):
+            await asyncio.sleep(0.01)
+        if self._thread.is_alive():
+            _logger.error("a dispatch has not ended in %g s: left behind", LAST_DISPATCH_SECONDS)
+            self._end_streams()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -272,99 +283,9 @@ class AsyncLLM:
 
     # In event loops.
 
-    def _check_open(self) -> None:
-        if self._error is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._error!r}") from self._error
-        if self._is_closing:
-            raise EngineDeadError("the engine is shutting down")
-
-    def _post(self, task: Callable[[], None]) -> None:
-        """Hands something to the engine thread; the condition is held."""
-        self._inbox.append(task)
-        self._condition.notify()
-
     def _leave(self, stream: RequestStream) -> None:
         """Nobody reads a stream any more."""
         with self._condition:
             if self._streams.get(stream.request_id) is stream:
                 del self._streams[stream.request_id]
-                self._post(lambda: self._abort(stream.request_id))
-
-    # In the engine thread.
-
-    def _run(self) -> None:
-        try:
-            while self._take_inbox():
-                if self._engine.has_unfinished() and not self._engine.runner.is_asleep:
-                    self._deliver(self._engine.step())
-                self._stats = self._engine.stats()
-                self._last_step = time.monotonic()
-        except BaseException as error:
-            _logger.exception("the engine has stopped")
-            self._error = error
-        finally:
-            self._end_streams()
-
-    def _take_inbox(self) -> bool:
-        """Runs what has come in, waiting for something if there is nothing to do; False at the end.
-
-        What is left when the end has been asked for runs before it.
-        """
-        with self._condition:
-            while not self._inbox and not self._is_closed and not self._has_work():
-                self._condition.wait()
-                self._last_step = time.monotonic()
-            tasks = list(self._inbox)
-            self._inbox.clear()
-        for task in tasks:
-            task()
-        return not self._is_closed or bool(tasks)
-
-    def _has_work(self) -> bool:
-        return self._engine.has_unfinished() and not self._engine.runner.is_asleep
-
-    def _add(self, request: Request) -> None:
-        try:
-            self._engine.add_checked(request)
-        except ValueError as error:  # an id that was aborted and has not ended yet
-            self._tell(request.request_id, None, error)
-
-    def _abort(self, request_id: str) -> None:
-        output = self._engine.abort(request_id)
-        if output is not None:
-            self._deliver([output])
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        if self.observer is not None:
-            try:
-                self.observer(outputs)
-            except Exception:
-                _logger.exception("the observer of outputs has failed and is not called again")
-                self.observer = None
-        for output in outputs:
-            self._tell(output.request_id, output, self._engine.exception_of(output))
-
-    def _tell(
-        self, request_id: str, output: RequestOutput | None, error: BaseException | None
-    ) -> None:
-        with self._condition:
-            stream = self._streams.get(request_id)
-            if stream is None:
-                return
-            if output is None or output.finished:
-                del self._streams[request_id]
-        stream.tell(output, error)
-
-    def _end_streams(self) -> None:
-        with self._condition:
-            self._is_closing = self._is_closed = True
-            names, calls = list(self._streams), list(self._calls)
-        for name in names:
-            self._tell(name, None, self._death())
-        for end in calls:
-            end(None, self._death())
-
-    def _death(self) -> EngineDeadError:
-        error = EngineDeadError("the engine has stopped")
-        error.__cause__ = self._error
-        return error
+                self._post(lambda: self._abort_stream(stream))

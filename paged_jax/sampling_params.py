@@ -21,6 +21,12 @@ MAX_BIASES = 1024
 MOST_BIAS = 100.0
 """Larger ones are as good as a ban or a command, and are taken for this, as in vLLM."""
 
+MAX_STRINGS = 256
+"""Stop strings of one request, and bad words: each costs time for every token."""
+
+MAX_STRING_CHARS = 4096
+"""Of one of them."""
+
 REPETITION_RANGE = (1e-3, 1e3)
 """vLLM takes any above 0; these keep logits finite."""
 
@@ -59,13 +65,18 @@ class StructuredOutputsParams:
         (name,) = given
         value = getattr(self, name)
         is_right = {
-            "json": isinstance(value, str | Mapping),
+            "json": isinstance(value, Mapping) or _is_text(value),
             "choice": isinstance(value, Sequence)
             and not isinstance(value, str)
             and len(value) > 0
-            and all(isinstance(x, str) and x for x in value),
+            and all(map(_is_text, value)),
             "json_object": value is True,
-        }.get(name, isinstance(value, str) and value != "")
+        }.get(name, _is_text(value))
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise ValueError(
+                f"structured_outputs.disable_any_whitespace ({self.disable_any_whitespace!r}) must "
+                "be True or False"
+            )
         if not is_right:
             raise ValueError(f"structured_outputs.{name} ({value!r}) is not of its kind")
 
@@ -165,13 +176,17 @@ class SamplingParams:
 
     def _check_text(self) -> None:
         is_listed = self.stop is None or isinstance(self.stop, Sequence)
-        if not is_listed or not all(isinstance(s, str) and s for s in self.stop_strings):
+        if not is_listed or not all(map(_is_text, self.stop_strings)):
             raise ValueError(f"stop ({self.stop!r}) must be a non-empty string or a list of such")
         words = self.bad_words
-        if words is not None and (
-            not _is_list(words) or not all(isinstance(word, str) and word for word in words)
-        ):
+        if words is not None and (not _is_list(words) or not all(map(_is_text, words))):
             raise ValueError(f"bad_words ({words!r}) must be a list of non-empty strings")
+        for name, strings in (("stop", self.stop_strings), ("bad_words", words or ())):
+            if len(strings) > MAX_STRINGS or any(len(s) > MAX_STRING_CHARS for s in strings):
+                raise ValueError(
+                    f"{name} ({len(strings)} strings) must have {MAX_STRINGS} at most, of "
+                    f"{MAX_STRING_CHARS} characters at most"
+                )
         if self.stop_strings and not self.detokenize:
             raise ValueError(f"stop ({self.stop!r}) needs detokenize=True")
 
@@ -185,6 +200,13 @@ class SamplingParams:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text, some, and no lone surrogates, which JSON and UTF-8 cannot hold."""
+    if not isinstance(value, str) or not value:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_int(value: Any) -> bool:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from paged_jax import LLM, AsyncLLM, SamplingParams
+from paged_jax import LLM, AsyncLLM, SamplingParams, async_llm
 from paged_jax.async_llm import EngineDeadError, QueueFullError
 from tests.llm_harness import GREEDY, OPTIONS, PROMPTS, run
 
@@ -283,5 +283,134 @@ def test_calls_that_the_engine_did_not_live_to_answer_are_told(toy):
             with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(task, 10)
         await llm.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_id_may_be_taken_again_as_soon_as_nobody_reads(opened, alone):
+    async def main():
+        async with opened(decode_steps=1) as llm:
+            for way in ("aclose", "break") * 5:
+                if way == "aclose":
+                    left = await llm.add_request(PROMPTS[1], LONG, "same")
+                    await anext(left)
+                    await left.aclose()
+                else:
+                    async with contextlib.aclosing(llm.generate(PROMPTS[1], LONG, "same")) as left:
+                        async for _ in left:
+                            break
+                outputs = [x async for x in llm.generate(PROMPTS[0], PARAMS[0], "same")]
+                assert outputs[-1].outputs == alone[0, 0]
+                assert all(x.prompt_token_ids == PROMPTS[0] for x in outputs)
+
+    asyncio.run(main())
+
+
+def drop(engine) -> None:
+    engine.reset()
+
+
+def abort(engine) -> None:
+    assert engine.abort("a").finished
+
+
+def run_out(engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize("run", [drop, abort, run_out])
+def test_what_a_call_takes_from_streams_they_are_told(opened, alone, run):
+    async def main():
+        async with opened() as llm:
+            await llm.call(lambda engine: engine.sleep())  # so that nothing ends before
+            task = asyncio.create_task(last_of(llm.generate(PROMPTS[0], PARAMS[0], "a")))
+            while not await llm.call(lambda engine: engine.has_unfinished("a")):
+                await asyncio.sleep(0.001)
+            await llm.call(lambda engine: (engine.wake_up(), run(engine)))
+            if run is drop:
+                with pytest.raises(RuntimeError, match="dropped request 'a'"):
+                    await asyncio.wait_for(task, 10)
+            else:
+                output = await asyncio.wait_for(task, 10)
+                assert output.finished
+                ends = {abort: ("abort", []), run_out: ("length", alone[0, 0][0].token_ids)}
+                choice = output.outputs[0]
+                assert (choice.finish_reason, choice.token_ids) == ends[run]
+            assert (await last_of(llm.generate(PROMPTS[0], PARAMS[0], "a"))).outputs == alone[0, 0]
+
+    asyncio.run(main())
+
+
+def test_a_call_may_raise_anything(opened):
+    async def main():
+        async with opened() as llm:
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await asyncio.wait_for(llm.call(lambda engine: next(iter(()))), 10)
+            assert await llm.call(lambda engine: 3) == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0, 0.0])
+def test_an_engine_that_is_asleep_is_shut_down_and_is_healthy(toy, timeout):
+    async def main():
+        llm = AsyncLLM(toy, **OPTIONS)
+        await llm.call(lambda engine: engine.sleep())
+        stream = await llm.add_request(PROMPTS[0], GREEDY)
+        await asyncio.sleep(0.05)
+        llm.check_health(stalled_after=0.01)
+        await asyncio.wait_for(llm.shutdown(timeout), 10)
+        assert (await last_of(stream)).outputs[0].finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+def test_a_dispatch_that_hangs_does_not_hold_the_end(toy, monkeypatch, caplog):
+    async def main():
+        monkeypatch.setattr(async_llm, "LAST_DISPATCH_SECONDS", 0.2)
+        llm = AsyncLLM(toy, **OPTIONS)
+        goes_on, issue = threading.Event(), llm._engine.dispatcher.issue
+        begun = threading.Event()
+
+        def hang(*arguments, **options):
+            begun.set()
+            goes_on.wait(60)
+            return issue(*arguments, **options)
+
+        llm._engine.dispatcher.issue = hang
+        stream = await llm.add_request(PROMPTS[0], GREEDY)
+        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.wait_for(llm.shutdown(0.0), 10)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(last_of(stream), 10)
+        assert "left behind" in caplog.text
+        goes_on.set()
+        await asyncio.to_thread(llm._thread.join, 60)
+        assert not llm._thread.is_alive()
+
+    asyncio.run(main())
+
+
+def test_many_slow_grammars_hold_nobody_else(opened, alone, monkeypatch):
+    async def main():
+        goes_on = threading.Event()
+        async with opened() as llm:
+            check = llm._engine.check
+
+            def slow(name, prompt, params, **options):
+                if getattr(params, "structured_outputs", None):
+                    goes_on.wait(60)
+                return check(name, prompt, params, **options)
+
+            monkeypatch.setattr(llm._engine, "check", slow)
+            params = SamplingParams(structured_outputs={"regex": "a"})
+            tasks = [asyncio.create_task(last_of(llm.generate([1], params))) for _ in range(80)]
+            await asyncio.sleep(0.05)
+            output = await asyncio.wait_for(last_of(llm.generate(PROMPTS[0], PARAMS[0])), 30)
+            assert output.outputs == alone[0, 0]
+            goes_on.set()
+            for found in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(found, ValueError)  # there is no tokenizer
 
     asyncio.run(main())

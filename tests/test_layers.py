@@ -35,6 +35,7 @@ LAYERS = {
     "llm": "llm",
     "async_llm": "llm",
     "request_stream": "llm",
+    "engine_thread": "llm",
     "progress": "llm",
     "server": "server",
     "cli": "cli",

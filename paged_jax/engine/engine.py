@@ -183,9 +183,10 @@ class Engine(Loop):
         self.dispatcher.recorder.sink = sink
 
     def has_unfinished(self, request_id: str | None = None) -> bool:
-        """Whether any request waits or runs, or the one of this id."""
+        """Whether any request, or the one of this id, has outputs to come."""
         if request_id is not None:
-            return request_id in self._requests
+            early = (output.request_id for output in self._early)
+            return request_id in self._requests or request_id in early
         return bool(self._requests or self._early)
 
     def step(self) -> list[RequestOutput]:

@@ -81,6 +81,8 @@ def row_of(sequence: Sequence, options: LogitOptions, vocab_size: int) -> LogitO
     deferred = np.zeros(vocab_size, bool)
     if params.min_tokens and sequence.guide is None:
         deferred[list(request.stop_ids)] = True
+    # No sequence is longer, and `min_tokens` is any integer.
+    min_length = min(sequence.num_prompt + params.min_tokens, request.max_total_tokens)
     bias_ids = np.full(options.bias_ids.shape[1], 2**31 - 1, np.int32)
     biases = np.zeros(options.biases.shape[1], np.float32)
     for i, (token, bias) in enumerate((params.logit_bias or {}).items()):
@@ -90,7 +92,7 @@ def row_of(sequence: Sequence, options: LogitOptions, vocab_size: int) -> LogitO
         num_prompt=np.int32(sequence.num_prompt),  # type: ignore[arg-type]
         allowed=pack_mask(allowed),  # type: ignore[arg-type]
         deferred=pack_mask(deferred),  # type: ignore[arg-type]
-        min_length=np.int32(sequence.num_prompt + params.min_tokens),  # type: ignore[arg-type]
+        min_length=np.int32(min_length),  # type: ignore[arg-type]
         bias_ids=bias_ids,  # type: ignore[arg-type]
         biases=biases,  # type: ignore[arg-type]
         presence=np.float32(params.presence_penalty),  # type: ignore[arg-type]
@@ -105,7 +107,7 @@ def _guided_mask(sequence: Sequence, vocab_size: int) -> np.ndarray:
     mask, request = sequence.guide.mask, sequence.request
     if sequence.num_known - sequence.num_prompt < request.params.min_tokens:
         ends = np.zeros(vocab_size, bool)
-        ends[list(request.stop_ids)] = True
+        ends[list(request.stop_ids | sequence.guide.end_ids)] = True
         longer = mask & ~pack_mask(ends)
         mask = longer if longer.any() else mask
     return mask

@@ -1,6 +1,8 @@
 """Requests and outputs as JSON, and back; times are told from now, for another process's clock."""
 
 import dataclasses
+import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ _REQUEST_FIELDS = (
     "stop_ids",
     "named_stop_ids",
     "banned",
-    "guide_maker",
+    "guide",
     "prompt_logprobs",
     "sequences",
     "unforked",
@@ -45,7 +47,7 @@ def record_request(request: Request, now: float) -> dict[str, Any]:
     record = _plain(request, _REQUEST_FIELDS)
     return record | {
         **_shifted(record, _REQUEST_TIMES, -now),
-        "params": dataclasses.asdict(request.params),
+        "params": _json_of(request.params),
         "stop_ids": sorted(request.stop_ids),
         "named_stop_ids": sorted(request.named_stop_ids),
         "prompt_logprobs": _record_prompt_logprobs(request.prompt_logprobs),
@@ -54,6 +56,23 @@ def record_request(request: Request, now: float) -> dict[str, Any]:
         "live_beams": [sequence.index for sequence in request.live_beams],
         "beam": None if request.beam is None else request.beam.record(),
     }
+
+
+def _json_of(value: Any) -> Any:
+    """Sampling fields as JSON: users may give any numbers, sequences and mappings."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _json_of(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): _json_of(item) for key, item in value.items()}
+    return [_json_of(item) for item in value]
 
 
 def request_of(
@@ -76,7 +95,7 @@ def request_of(
         prompt_logprobs=_prompt_logprobs_of(record["prompt_logprobs"]),
     )
     rules = check_rules(request.params, tokenizer, vocab_size, eos_token_ids)
-    request.banned, request.guide_maker = rules.banned, rules.guide_maker
+    request.banned, request.guide = rules.banned, rules.guide
     if record["beam"] is not None:
         prompt_len = len(request.prompt_token_ids)
         request.beam = BeamSearch.of_record(record["beam"], prompt_len, request.max_total_tokens)
@@ -117,8 +136,8 @@ def _replay(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
     """Text, and what the guide has seen, from the tokens again."""
     request, params = sequence.request, sequence.request.params
     sequence.text = text = text_stream(request, tokenizer)
-    if request.guide_maker is not None:
-        sequence.guide = request.guide_maker.make()
+    if request.guide is not None:
+        sequence.guide = request.guide.copy()
     for i, token in enumerate(sequence.output_ids):
         if sequence.guide is not None:
             sequence.guide.accept(token)

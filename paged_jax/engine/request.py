@@ -6,7 +6,7 @@ import numpy as np
 
 from paged_jax.engine.beam import BeamSearch
 from paged_jax.engine.detokenize import TextStream
-from paged_jax.engine.guide import Guide, GuideMaker
+from paged_jax.engine.guide import Guide
 from paged_jax.outputs import FinishReason, Logprob
 from paged_jax.sampling_params import SamplingParams
 
@@ -34,8 +34,9 @@ class Request:
     """Those that are told as the reason, because the request named them."""
     banned: np.ndarray | None = None
     """bool[V], tokens that are never sampled."""
-    guide_maker: GuideMaker | None = None
-    """For sequences whose next token depends on the last in ways that only the host knows."""
+    guide: Guide | None = None
+    """At the beginning of the output, where the next token depends on the last in ways that only
+    the host knows; each sequence has a copy."""
     num_logprobs: int | None = None
     """Most likely tokens to be told per position besides the sampled one; None: nothing."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -69,7 +70,7 @@ class Request:
     @property
     def is_guided(self) -> bool:
         """Whether the host says for each token what it may be."""
-        return self.guide_maker is not None
+        return self.guide is not None
 
     @property
     def waits_for_tokens(self) -> bool:

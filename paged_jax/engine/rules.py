@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_jax.bitmask import pack_mask
-from paged_jax.engine.guide import GuideMaker, compile_grammar
+from paged_jax.engine.grammar import compile_grammar
+from paged_jax.engine.guide import BadWords, Guide
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -18,7 +19,7 @@ class Rules:
     stop_ids: frozenset[int]
     """Those that the request names."""
     banned: np.ndarray | None
-    guide_maker: GuideMaker | None
+    guide: Guide | None
 
 
 def check_rules(
@@ -45,7 +46,7 @@ def check_rules(
         raise ValueError(
             "allowed_token_ids, bad_words and min_tokens leave no token that may be sampled"
         )
-    guide_maker = None
+    guide: Guide | None = None
     longer = tuple(word for word in words if len(word) > 1)
     structured = params.structured_outputs
     if structured is not None:
@@ -53,12 +54,10 @@ def check_rules(
             if getattr(params, name):
                 raise ValueError(f"{name} cannot be combined with structured_outputs")
         assert isinstance(structured, StructuredOutputsParams)
-        guide_maker = compile_grammar(structured, tokenizer, vocab_size, eos_token_ids)
+        guide = compile_grammar(structured, tokenizer, vocab_size, eos_token_ids)
     elif longer:
-        guide_maker = GuideMaker(allowed=pack_mask(~banned), bad_words=longer)
-    return Rules(
-        stop_ids=stop_ids, banned=banned if banned.any() else None, guide_maker=guide_maker
-    )
+        guide = BadWords(longer, pack_mask(~banned))
+    return Rules(stop_ids=stop_ids, banned=banned if banned.any() else None, guide=guide)
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

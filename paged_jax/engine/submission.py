@@ -18,6 +18,9 @@ from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from paged_jax.shapes import ceil_div
 
+_FOREVER = 1e9
+"""Seconds; integers beyond floats are legal too."""
+
 Prompt = str | Listed[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt_token_ids` or `prompt`."""
 
@@ -83,11 +86,11 @@ def check_request(
         order=-1,
         arrival_time=now,
         priority=int(priority),
-        deadline=None if timeout is None else now + timeout,
+        deadline=None if timeout is None else now + min(timeout, _FOREVER),
         stop_ids=eos | rules.stop_ids,
         named_stop_ids=rules.stop_ids - eos,
         banned=rules.banned,
-        guide_maker=rules.guide_maker,
+        guide=rules.guide,
         num_logprobs=params.logprobs,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
         cache_salt=salt,
@@ -99,7 +102,7 @@ def check_request(
                 index=index,
                 tokens=list(ids),
                 text=text_stream(request, tokenizer),
-                guide=rules.guide_maker.make() if rules.guide_maker else None,
+                guide=rules.guide.copy() if rules.guide else None,
             )
         )
     return request

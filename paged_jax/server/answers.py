@@ -124,13 +124,17 @@ class CompletionForm:
             text = self._prompt_text(output) + text
             if job.params.logprobs is not None:
                 tokens = output.prompt_token_ids + tokens
-                entries = list(output.prompt_logprobs or []) + entries
+                # A prompt that was aborted on its way has no more.
+                known = list(output.prompt_logprobs or [])
+                known += [None] * (len(output.prompt_token_ids) - len(known))
+                entries = known + entries
         found = None
         if job.params.logprobs is not None:
             offset = self._offsets.get(delta.index, 0)
             count = job.params.logprobs
-            found = logprobs.completion_logprobs(tokens, entries, count, self._names, offset)
-            self._offsets[delta.index] = offset + sum(map(len, found["tokens"]))
+            found, self._offsets[delta.index] = logprobs.completion_logprobs(
+                tokens, entries, count, self._names, offset
+            )
         choice = {
             "index": delta.index,
             "text": text,
@@ -138,8 +142,8 @@ class CompletionForm:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if job.has_prompt_logprobs and not is_chunk:
-            choice["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or [])
+        if job.num_prompt_logprobs is not None and not is_chunk:
+            choice["prompt_logprobs"] = _of_prompt(job.num_prompt_logprobs, output)
         if job.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if delta.is_first:
@@ -165,8 +169,8 @@ class ChatForm:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             choices.append(self._choice(delta, "message", message))
         answer = _head(self._job, "chat.completion") | {"choices": choices}
-        if self._job.has_prompt_logprobs:
-            answer["prompt_logprobs"] = logprobs.prompt_logprobs(outputs[0].prompt_logprobs or [])
+        if self._job.num_prompt_logprobs is not None:
+            answer["prompt_logprobs"] = _of_prompt(self._job.num_prompt_logprobs, outputs[0])
         if self._job.has_token_ids:
             answer["prompt_token_ids"] = outputs[0].prompt_token_ids
         return answer
@@ -203,6 +207,10 @@ class ChatForm:
         if self._job.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
+
+
+def _of_prompt(count: int, output: RequestOutput) -> list[dict[str, Any] | None]:
+    return logprobs.prompt_logprobs(output.prompt_logprobs or [], count)
 
 
 def usage(job: Job, outputs: Sequence[RequestOutput | None]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from paged_jax.server.fields import (
     TokenizeBody,
     read_body,
 )
-from paged_jax.server.jobs import chat_job, completion_job, rendered
+from paged_jax.server.jobs import chat_job, check_tools, completion_job, rendered
 from paged_jax.server.metrics import OPENMETRICS, Metrics
-from paged_jax.server.middleware import AccessLog, ApiKey, BodyLimit
+from paged_jax.server.middleware import AccessLog, ApiKey, BodyLimit, Net
 from paged_jax.server.monitor import Monitor
 from paged_jax.server.options import ServerOptions
 from paged_jax.server.run import EventStream, answer, event
@@ -69,6 +69,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_operation(app, llm, options)
     _add_dashboard(app, llm)
     errors.install(app)
+    app.add_middleware(Net)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
     if options.api_key is not None:
         app.add_middleware(ApiKey, key=options.api_key)
@@ -146,12 +147,13 @@ def _add_tokens(app: FastAPI, llm: AsyncLLM, options: ServerOptions) -> None:
             adds = body.add_special_tokens is not False
             ids = await asyncio.to_thread(tokenizer().encode, body.prompt, adds)
         else:
+            check_tools(body.tools)
             prompt: Any = await asyncio.to_thread(rendered, body, llm, body.tools)
             ids = prompt["prompt_token_ids"]
         found: dict[str, Any] = {"count": len(ids), "max_model_len": llm.config.max_model_len}
-        found["tokens"] = ids
-        names = [tokenizer().decode_token(token) for token in ids]
-        found["token_strs"] = names if body.return_token_strs else None
+        found |= {"tokens": ids, "token_strs": None}
+        if body.return_token_strs:
+            found["token_strs"] = await asyncio.to_thread(_pieces, tokenizer(), ids)
         return JSONResponse(found)
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
@@ -164,7 +166,12 @@ def _add_tokens(app: FastAPI, llm: AsyncLLM, options: ServerOptions) -> None:
             if not 0 <= token < size:
                 message = f"tokens: {token} is outside the vocabulary [0, {size})"
                 raise ApiError(400, message, param="tokens")
-        return JSONResponse({"prompt": tokenizer().decode(body.tokens, False)})
+        text = await asyncio.to_thread(tokenizer().decode, body.tokens, False)
+        return JSONResponse({"prompt": text})
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    return [tokenizer.decode_token(token) for token in ids]
 
 
 def _add_operation(app: FastAPI, llm: AsyncLLM, options: ServerOptions) -> None:

@@ -1,6 +1,7 @@
 """Errors as clients get them: always the same JSON object, with OpenAI's names."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -75,14 +76,14 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-def refusal(message: str, names: dict[str, str] | None = None) -> ApiError:
+def refusal(message: str, names: Mapping[str, str] | None = None) -> ApiError:
     """400 for a message that begins, as ours do, with the name of a field.
 
     Args:
       names: What the body calls a field, where that is another name.
     """
     words = message.split(None, 1)
-    field = words[0].rstrip(":").split("[")[0].split(".")[0] if words else ""
+    field = words[0].rstrip(":,").split("[")[0].split(".")[0] if words else ""
     if names and field in names:
         message = names[field] + message.removeprefix(field)
         field = names[field]
@@ -112,6 +113,6 @@ def install(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"][1:])
         return ApiError(400, f"{where}: {first['msg']}", param=where or None).response()
 
-    for kind in (ApiError, ValueError, NotImplementedError, RuntimeError, HTTPException, Exception):
+    for kind in (ApiError, ValueError, NotImplementedError, RuntimeError, HTTPException):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(RequestValidationError, handle_field)  # type: ignore[arg-type]

@@ -39,9 +39,21 @@ _SAME = (
 """Fields that a body and `SamplingParams` have in common."""
 
 _RESERVED = frozenset(
-    ("messages", "tools", "add_generation_prompt", "chat_template", "documents", "self")
+    (
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "chat_template",
+        "documents",
+        "self",
+        "tokenizer",
+    )
 )
-"""Variables of chat templates that have fields of their own."""
+"""Variables of chat templates that have fields of their own, and arguments of `render`."""
+
+
+_SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
+"""Of OpenAI's `json_schema`; whatever `strict` says, the text keeps to the schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,10 @@ class Job:
     is_echo: bool = False
     is_scoring: bool = False
     """Whether nothing was asked for but the echo."""
-    has_prompt_logprobs: bool = False
+    num_prompt_logprobs: int | None = None
+    """To be listed per prompt token, beside an echo; None: not asked for."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the body calls a sampling field, where that is another name."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -93,12 +108,14 @@ def completion_job(body: CompletionBody, llm: AsyncLLM, model: str, max_prompts:
     is_scoring = bool(body.echo) and body.max_tokens == 0
     if is_scoring:
         more["max_tokens"] = 1
-    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        more["prompt_logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    names = _names(body)
     return Job(
         id=f"cmpl-{uuid.uuid4().hex}",
         prompts=[_salted(prompt, body.cache_salt) for prompt in prompts],
-        params=_params(body, more),
+        params=_params(body, more, names),
+        names=names,
         is_echo=bool(body.echo),
         is_scoring=is_scoring,
         **_common(body, model),
@@ -119,7 +136,7 @@ def chat_job(body: ChatBody, llm: AsyncLLM, model: str) -> Job:
             message = f"top_logprobs ({body.top_logprobs}) must be in [0, {MAX_LOGPROBS}]"
             raise ApiError(400, message, param="top_logprobs")
     more: dict[str, Any] = {"max_tokens": body.max_tokens}
-    names = {}
+    names = _names(body)
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
@@ -127,6 +144,7 @@ def chat_job(body: ChatBody, llm: AsyncLLM, model: str) -> Job:
         more["logprobs"] = body.top_logprobs or 0
     return Job(
         id=f"chatcmpl-{uuid.uuid4().hex}",
+        names=names,
         prompts=[_salted(rendered(body, llm, _tools(body)), body.cache_salt)],
         params=_params(body, more, names),
         **_common(body, model),
@@ -152,14 +170,19 @@ def rendered(
         raise ApiError(400, str(error), param="messages") from None
 
 
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """What the template is told that the model may call."""
-    for i, tool in enumerate(body.tools or []):
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Raises: ApiError for what is no list of functions."""
+    for i, tool in enumerate(tools or []):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(name, str) or not name:
             message = f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}'
             raise ApiError(400, message, param="tools")
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """What the template is told that the model may call."""
+    check_tools(body.tools)
     choice = body.tool_choice
     if choice in (None, "auto"):
         return body.tools or None
@@ -176,6 +199,9 @@ def _common(body: Sampling, model: str) -> dict[str, Any]:
     options = body.stream_options
     if options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if options and options.continuous_usage_stats and not options.include_usage:
+        message = "stream_options.continuous_usage_stats needs include_usage: true"
+        raise ApiError(400, message, param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
     return {
@@ -183,23 +209,15 @@ def _common(body: Sampling, model: str) -> dict[str, Any]:
         "priority": body.priority or 0,
         "is_stream": bool(body.stream),
         "has_usage": bool(options and options.include_usage),
-        "has_running_usage": bool(
-            options and options.include_usage and options.continuous_usage_stats
-        ),
+        "has_running_usage": bool(options and options.continuous_usage_stats),
         "has_token_ids": bool(body.return_token_ids),
         "names_ids": bool(body.return_tokens_as_token_ids),
-        "has_prompt_logprobs": body.prompt_logprobs is not None,
+        "num_prompt_logprobs": body.prompt_logprobs,
     }
 
 
-def _params(
-    body: Sampling, more: Mapping[str, Any], names: dict[str, str] | None = None
-) -> SamplingParams:
-    """Sampling fields that were given; `more` goes before the body's own.
-
-    Args:
-      names: What the body calls a field, where that is another name.
-    """
+def _params(body: Sampling, more: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """Sampling fields that were given; `more` goes before the body's own."""
     given = {name: getattr(body, name) for name in _SAME}
     fields = {name: value for name, value in given.items() if value is not None} | dict(more)
     if body.logit_bias is not None:
@@ -212,9 +230,16 @@ def _params(
         raise refusal(str(error), names) from None
 
 
+def _names(body: Sampling) -> dict[str, str]:
+    return {"structured_outputs": "response_format"} if body.structured_outputs is None else {}
+
+
 def _structure(body: Sampling) -> dict[str, Any] | None:
     """What `response_format` asks of the text, as vLLM's `structured_outputs` says it."""
     wanted = body.response_format
+    if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
+        message = 'response_format.json_schema needs the type "json_schema"'
+        raise ApiError(400, message, param="response_format")
     if wanted is None or wanted.type == "text":
         return None
     if body.structured_outputs is not None:
@@ -222,6 +247,10 @@ def _structure(body: Sampling) -> dict[str, Any] | None:
         raise ApiError(400, message, param="response_format")
     if wanted.type == "json_object":
         return {"json_object": True}
+    unknown = sorted((wanted.json_schema or {}).keys() - _SCHEMA_KEYS)
+    if unknown:
+        message = f"response_format.json_schema has an unknown key, {unknown[0]!r}"
+        raise ApiError(400, message, param="response_format")
     schema = (wanted.json_schema or {}).get("schema")
     if not isinstance(schema, Mapping):
         message = "response_format.json_schema must have a schema, which is a JSON object"

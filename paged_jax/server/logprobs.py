@@ -24,10 +24,12 @@ class Names:
         self._token_bytes = token_bytes
         self._as_ids = as_ids or token_bytes is None
 
+    def name(self, token: int, entry: Logprob | None) -> str:
+        """What a token is called."""
+        return f"token_id:{token}" if self._as_ids else self.text(token, entry)
+
     def text(self, token: int, entry: Logprob | None) -> str:
-        """The name of a token."""
-        if self._as_ids:
-            return f"token_id:{token}"
+        """The text of a token."""
         if entry is not None and entry.decoded_token is not None:
             return entry.decoded_token
         return self.bytes(token).decode("utf-8", "replace")
@@ -39,8 +41,8 @@ class Names:
 
 def completion_logprobs(
     tokens: Sequence[int], entries: Sequence[Entries], count: int, names: Names, offset: int
-) -> dict[str, Any]:
-    """`logprobs` of a completion.
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a completion, and the characters up to the end of the last token.
 
     Args:
       count: Most likely tokens to list.
@@ -53,13 +55,13 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token, listed in zip(tokens, entries, strict=True):
-        name = names.text(token, listed[token] if listed else None)
-        found["tokens"].append(name)
+        entry = listed[token] if listed else None
+        found["tokens"].append(names.name(token, entry))
         found["text_offset"].append(offset)
-        offset += len(name)
+        offset += len(names.text(token, entry))
         found["token_logprobs"].append(floored(listed[token]) if listed else None)
         found["top_logprobs"].append(_by_name(token, listed, count, names) if listed else None)
-    return found
+    return found, offset
 
 
 def _by_name(
@@ -70,7 +72,7 @@ def _by_name(
     found: dict[str, float] = {}
     for other, entry in ranked:
         if other == token or entry.rank <= count:
-            found.setdefault(names.text(other, entry), floored(entry))
+            found.setdefault(names.name(other, entry), floored(entry))
     return found
 
 
@@ -89,25 +91,26 @@ def chat_logprobs(
 
 def _item(token: int, entry: Logprob, names: Names) -> dict[str, Any]:
     return {
-        "token": names.text(token, entry),
+        "token": names.name(token, entry),
         "logprob": floored(entry),
         "bytes": list(names.bytes(token)),
     }
 
 
-def prompt_logprobs(entries: Sequence[Entries]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs`, as vLLM has them: per token a mapping from ids."""
-    return [None if listed is None else _by_id(listed) for listed in entries]
+def prompt_logprobs(entries: Sequence[Entries], count: int) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs`, as vLLM has them: per token a mapping from ids, the token's own first."""
+    return [None if listed is None else _by_id(listed, count) for listed in entries]
 
 
-def _by_id(listed: Mapping[int, Logprob]) -> dict[str, Any]:
+def _by_id(listed: Mapping[int, Logprob], count: int) -> dict[str, Any]:
     return {
         str(token): {
             "logprob": floored(entry),
             "rank": entry.rank,
             "decoded_token": entry.decoded_token,
         }
-        for token, entry in listed.items()
+        for i, (token, entry) in enumerate(listed.items())
+        if i == 0 or entry.rank <= count
     }
 
 

@@ -1,4 +1,4 @@
-"""What every request passes: a name and a log line, the key, and the limit on its body."""
+"""What every request passes: a name and a log line, the key, the limits on its body, a net."""
 
 import logging
 import re
@@ -7,11 +7,17 @@ import time
 import uuid
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_jax.server.errors import ApiError
+from paged_jax.server.errors import ApiError, api_error
 
+_logger = logging.getLogger("paged_jax.server")
 _access = logging.getLogger("paged_jax.access")
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client did not wait; nginx's."""
 
 # Nothing of the model and nobody's text.
 _OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
@@ -61,7 +67,7 @@ class AccessLog:
                         "duration_s": round(time.monotonic() - start, 6),
                         "client": client[0] if client else None,
                         # A stream that ends in the middle has sent its status long before.
-                        "complete": has_ended and status != 499,
+                        "complete": has_ended and status != CLIENT_GONE,
                         **fields,
                     }
                 },
@@ -93,7 +99,12 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        said = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        said = headers.get("content-length", "")
+        if said and "transfer-encoding" in headers:
+            # Proxies in front may have read another one than we do.
+            message = "a body has Content-Length or Transfer-Encoding, and not both"
+            return await ApiError(400, message).response()(scope, receive, send)
         if said.isdecimal() and int(said) > self._max_bytes:
             return await self._error().response()(scope, receive, send)
         num_bytes = 0
@@ -110,3 +121,30 @@ class BodyLimit:
 
     def _error(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+
+
+class Net:
+    """Answers what nobody else has caught, inside of what names, logs and allows requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            if isinstance(error, ClientDisconnect):
+                response: Response = Response(status_code=CLIENT_GONE)
+            else:
+                _logger.exception("a request failed")
+                response = api_error(error).response()
+            await response(scope, receive, send)

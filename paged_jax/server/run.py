@@ -14,13 +14,11 @@ from paged_jax.async_llm import AsyncLLM
 from paged_jax.outputs import RequestOutput
 from paged_jax.request_stream import RequestStream
 from paged_jax.server.answers import Choices, Form, usage
-from paged_jax.server.errors import api_error
+from paged_jax.server.errors import api_error, refusal
 from paged_jax.server.jobs import Job
+from paged_jax.server.middleware import CLIENT_GONE
 
 _logger = logging.getLogger("paged_jax.server")
-
-CLIENT_GONE = 499
-"""Status in the log of a request whose client did not wait; nginx's."""
 
 
 async def answer(request: Request, job: Job, form: Form, llm: AsyncLLM) -> Response:
@@ -28,9 +26,12 @@ async def answer(request: Request, job: Job, form: Form, llm: AsyncLLM) -> Respo
 
     Raises: What `AsyncLLM.add_requests` raises, before the first byte; what ends a request.
     """
-    streams = await llm.add_requests(
-        job.prompts, job.params, job.request_ids, priority=job.priority
-    )
+    try:
+        streams = await llm.add_requests(
+            job.prompts, job.params, job.request_ids, priority=job.priority
+        )
+    except ValueError as error:
+        raise refusal(str(error), job.names) from None
     log = request.scope.setdefault("log", {})
     if job.is_stream:
         return EventStream(_events(job, form, streams, log), streams)

@@ -1,11 +1,13 @@
 """Requests whose grammar cannot go on: they end with an error, and nobody else notices."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
 from paged_jax import LLM, AsyncLLM, SamplingParams
-from paged_jax.engine import guide
+from paged_jax.engine import grammar
 from paged_jax.engine.guide import GuideError
 from paged_jax.models.tokenizer import Tokenizer
 from tests.byte_tokenizer import byte_backend
@@ -26,7 +28,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def failing(monkeypatch):
     """Grammars forget how to go on after their fourth token."""
-    accept = guide.Grammar.accept
+    accept = grammar.Grammar.accept
 
     def accept_three(self, token):
         self.count = getattr(self, "count", 0) + 1
@@ -34,7 +36,7 @@ def failing(monkeypatch):
             raise GuideError("structured_outputs: too many states")
         accept(self, token)
 
-    monkeypatch.setattr(guide.Grammar, "accept", accept_three)
+    monkeypatch.setattr(grammar.Grammar, "accept", accept_three)
 
 
 def test_a_guide_that_fails_ends_its_request_alone(toy, tokenizer, failing):
@@ -85,8 +87,114 @@ def test_one_that_cannot_begin_is_refused(toy, tokenizer, monkeypatch):
     def fail(self):
         raise GuideError("structured_outputs: too large")
 
-    monkeypatch.setattr(guide.Grammar, "_fill", fail)
+    monkeypatch.setattr(grammar.Grammar, "_fill", fail)
     with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
         with pytest.raises(ValueError, match=r"^structured_outputs: too large"):
             llm.engine.add_request("a", "hi", GUIDED)
         assert_idle(llm)
+
+
+def lark(count: int) -> dict:
+    lines = (f'r{i}: "a" r{i + 1}' for i in range(count))
+    return {"grammar": "\n".join(["start: r0", *lines, f'r{count}: "b"'])}
+
+
+def terminals(count: int) -> dict:
+    lines = (f'T{i}: "a" T{i + 1}' for i in range(count))
+    return {"grammar": "\n".join(["start: T0", *lines, f'T{count}: "b"'])}
+
+
+def schema(count: int) -> dict:
+    def part(i: int) -> dict:
+        return {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+
+    parts = {f"d{i}": part(i) for i in range(count)}
+    return {"json": {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{count}": {"type": "null"}}}}
+
+
+def meet(count: int) -> dict:
+    patterns = " & ".join(f"/.*a.{{{i}}}/" for i in range(count))
+    return {"grammar": f"start: T\nT: {patterns}"}
+
+
+# What llguidance in this process would die of, or never return from.
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (lark(3000), "in too long a chain"),
+        (terminals(10_000), "in too long a chain"),
+        (schema(1000), "in too long a chain"),
+        (meet(40), "takes more than 0.7 s"),
+    ],
+    ids=["rules", "terminals", "references", "intersections"],
+)
+def test_a_grammar_that_would_end_the_process_is_refused(
+    toy, tokenizer, monkeypatch, wanted, message
+):
+    monkeypatch.setattr(grammar, "MAX_GRAMMAR_SECONDS", 0.7 if "takes" in message else 60.0)
+    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+        params = SamplingParams(structured_outputs=wanted)
+        with pytest.raises(ValueError, match=f"^structured_outputs cannot be used: .*{message}"):
+            llm.generate("hi", params, use_tqdm=False)
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("wanted", [lark(150), terminals(150), schema(100)])
+def test_long_chains_of_rules_may_be(toy, tokenizer, wanted):
+    params = SamplingParams(structured_outputs=wanted, max_tokens=4, temperature=0.0)
+    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+        [output] = llm.generate("hi", params, use_tqdm=False)
+        assert output.outputs[0].token_ids
+
+
+def test_the_trial_of_a_grammar_is_a_process_of_its_own():
+    """That the child does what it is there for: without it, the same grammar is fatal."""
+    code = """if True:
+        import sys
+        from llguidance import LLMatcher, LLTokenizer
+        LLMatcher(LLTokenizer("byte"), sys.stdin.read())
+    """
+    text = f"%llguidance {{}}\n{lark(20_000)['grammar']}"
+    done = subprocess.run([sys.executable, "-c", code], input=text, text=True)
+    assert done.returncode < 0
+    with pytest.raises(ValueError, match="in too long a chain"):
+        grammar.try_grammar(text)
+
+
+@pytest.mark.parametrize("value", ["[1]", "null", "5", "true", '[["a", 1]]', {"a": object()}])
+def test_a_schema_is_an_object(toy, tokenizer, value):
+    params = SamplingParams(structured_outputs={"json": value})
+    with (
+        LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm,
+        pytest.raises(ValueError, match=r"^structured_outputs cannot be used: json"),
+    ):
+        llm.generate("hi", params, use_tqdm=False)
+
+
+def test_a_schema_that_is_too_deep_is_refused(toy, tokenizer):
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"not": deep}
+    for value in (deep, '{"not":' * 5000 + "{}" + "}" * 5000):
+        params = SamplingParams(structured_outputs={"json": value})
+        with (
+            LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm,
+            pytest.raises(ValueError, match=r"^structured_outputs cannot be used: json is"),
+        ):
+            llm.generate("hi", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_waits_for_min_tokens(toy, tokenizer, ignore_eos):
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=9,
+        min_tokens=6,
+        ignore_eos=ignore_eos,
+        logit_bias={1: 100.0},
+        structured_outputs={"regex": "a*"},
+    )
+    with LLM(toy, tokenizer=tokenizer, **OPTIONS) as llm:
+        [output] = llm.generate("hi", params, use_tqdm=False)
+        assert output.outputs[0].text == "a" * 6
+        assert output.outputs[0].finish_reason == "stop"

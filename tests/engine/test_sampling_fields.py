@@ -357,6 +357,19 @@ def test_random_draws_keep_to_what_is_allowed(engine):
     assert seen == set(allowed)
 
 
+def test_numbers_without_bounds_are_taken_for_the_largest(engine, free):
+    huge = 10**400
+    fields = {"min_tokens": huge, "max_tokens": None, "top_k": huge}
+    params = SamplingParams(**{**BASE, **fields})
+    engine.add_request("huge", PROMPT, params, timeout=huge, priority=huge)
+    engine.add_request("other", PROMPT, SamplingParams(**BASE))
+    ended = {}
+    while engine.has_unfinished():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert ended["other"].outputs[0].token_ids == free
+    assert len(PROMPT) + len(ended["huge"].outputs[0].token_ids) == engine.config.max_model_len
+
+
 WRONG = [
     ({"stop_token_ids": [10**6], "min_tokens": 2}, r"stop_token_ids: token id 1000000 "),
     ({"logit_bias": {70000: 3.0}}, r"logit_bias: token id 70000 "),

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -186,6 +188,24 @@ def test_outputs_between_steps_are_in_the_snapshot(toy, saved):
     engine.restore(path)
     [end] = finish(engine).values()
     assert len(end[0].token_ids) == 4
+
+
+def test_fields_may_be_of_any_kind_of_number_sequence_and_mapping(toy, tmp_path):
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        seed=np.int64(3),
+        max_tokens=np.int32(9),
+        logit_bias=MappingProxyType({np.int64(41): np.float32(3.0), 50: Fraction(1, 2)}),
+        stop_token_ids=(np.int32(7),),
+        allowed_token_ids=range(2, 250),
+    )
+    engine = make_engine(toy)
+    engine.add_request("a", np.arange(5, 12), params)
+    engine.step()
+    engine.snapshot(tmp_path / "a")
+    other = make_engine(toy)
+    other.restore(tmp_path / "a")
+    assert plain(finish(other)) == plain(finish(engine))
 
 
 def test_later_requests_get_the_same_seeds_hits_and_time(toy, tmp_path):

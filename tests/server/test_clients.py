@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import logging
+import signal
 import socket
 import threading
 import time
 
 import pytest
 
+from paged_jax.server import serve
 from tests.llm_harness import OPTIONS
 from tests.server.harness import serving, toy_llm, wait_for
 
@@ -28,12 +31,15 @@ def slow(llm, seconds: float):
     llm._engine.dispatcher.issue = issue
 
 
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), 30)
+
+
 def send(server, body: dict, path: str = "/v1/completions") -> socket.socket:
     """A raw connection that has sent a request."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    port = int(server.url.rsplit(":", 1)[1])
-    connection = socket.create_connection(("127.0.0.1", port))
+    connection = connect(server)
     connection.sendall(head.encode() + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return connection
 
@@ -109,7 +115,8 @@ def test_too_many_are_told_to_come_again(toy):
         assert server.complete(prompt="a", max_tokens=1)["choices"]
         # More prompts than ever fit are refused as a whole.
         response = server.post("/v1/completions", {"prompt": ["a"] * 7, "max_tokens": 1})
-        assert response.status_code == 429
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
         server.settle()
 
 
@@ -160,6 +167,66 @@ def test_an_end_lets_requests_end_or_aborts_them_at_its_deadline(toy, timeout):
     assert last["choices"][0]["finish_reason"] == reason
     if timeout:
         assert found[False]["usage"]["completion_tokens"] == 20
+
+
+def test_clients_that_go_away_in_the_middle_of_a_body_are_a_line_in_the_log(server, caplog):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with caplog.at_level(logging.INFO):
+        with connect(server) as connection:
+            connection.sendall(head)
+            time.sleep(0.05)
+        wait_for(lambda: "POST /v1/completions 499" in caplog.messages)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_a_body_has_one_length(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_half_a_body_does_not_hold_the_end(toy, monkeypatch):
+    monkeypatch.setattr(serve, "_LAST_BYTES_SECONDS", 0.2)
+    with serving(toy_llm(toy), shutdown_timeout=60.0) as server:
+        connection = connect(server)
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        server.complete(prompt="a", max_tokens=1)
+        start = time.monotonic()
+    assert time.monotonic() - start < 20
+    connection.close()
+
+
+def test_a_second_signal_does_not_wait(toy):
+    llm = toy_llm(toy, decode_steps=1, num_blocks=40, max_model_len=160)
+    found = []
+    with serving(llm, shutdown_timeout=600.0) as server, slow(llm, 0.05):
+        thread = threading.Thread(target=lambda: found.append(server.complete(**LONG)))
+        thread.start()
+        wait_for(lambda: llm.stats()["num_running"] == 1)
+        for _ in range(2):
+            server.server.handle_exit(signal.SIGINT, None)
+            time.sleep(0.2)
+        thread.join(20)
+        # In this thread the signals are not raised again, as those of a real server are.
+    assert found[0]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_aborted_echo_tells_what_is_known_of_the_prompt(toy):
+    llm = toy_llm(toy, decode_steps=1, max_num_batched_tokens=4)
+    found = []
+    with serving(llm, shutdown_timeout=0.0) as server, slow(llm, 0.3):
+        body = {"prompt": "x" * 30, "echo": True, "logprobs": 1, "max_tokens": 2}
+        thread = threading.Thread(target=lambda: found.append(server.complete(**body)))
+        thread.start()
+        wait_for(lambda: llm.stats()["num_running"] == 1)
+        server.server.should_exit = True
+        thread.join(20)
+    choice = found[0]["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert choice["text"] == "x" * 30
+    assert choice["logprobs"]["tokens"] == ["x"] * 30
+    assert choice["logprobs"]["token_logprobs"][-1] is None
 
 
 def test_a_dead_engine_is_unhealthy_and_answers_503(toy, monkeypatch):

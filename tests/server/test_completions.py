@@ -117,6 +117,28 @@ def test_echo_puts_the_prompt_in_front(server):
         assert all(x <= 0 for x in found["token_logprobs"][1:])
 
 
+def test_offsets_are_of_the_text_whatever_tokens_are_called(server):
+    body = {"prompt": "hello", "echo": True, "logprobs": 1, **GREEDY}
+    plain, ids = (
+        server.complete(**body, return_tokens_as_token_ids=as_ids)["choices"][0]["logprobs"]
+        for as_ids in (False, True)
+    )
+    assert ids["text_offset"] == plain["text_offset"]
+    assert ids["token_logprobs"] == plain["token_logprobs"]
+    assert ids["tokens"][0].startswith("token_id:")
+
+
+@pytest.mark.parametrize(("logprobs", "count"), [(3, 0), (0, 3)])
+def test_an_echo_and_the_logprobs_of_a_prompt_each_list_what_was_asked(server, logprobs, count):
+    body = {"prompt": "hello", "echo": True, "logprobs": logprobs, "prompt_logprobs": count}
+    body["return_tokens_as_token_ids"] = True  # bytes that are no text look alike
+    choice = server.complete(**body, **GREEDY)["choices"][0]
+    for listed in choice["logprobs"]["top_logprobs"][1:]:
+        assert max(1, logprobs) <= len(listed) <= logprobs + 1
+    for listed in choice["prompt_logprobs"][1:]:
+        assert max(1, count) <= len(listed) <= count + 1
+
+
 def test_echo_alone_scores_a_prompt(server, direct):
     answer = server.complete(prompt="hello", echo=True, max_tokens=0, logprobs=1)
     [choice] = answer["choices"]
@@ -244,4 +266,14 @@ def test_structured_outputs_and_response_format(toy):
             response = server.post("/v1/completions", {"prompt": "a", **bad})
             assert response.status_code == 400, bad
             error = response.json()["error"]
-            assert error["param"] in ("response_format", "structured_outputs"), bad
+            assert error["param"] in bad, error
+        # Refused by the engine, which knows no response_format.
+        dangling = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nothing"}}}
+        response = server.post("/v1/completions", {"prompt": "a", "response_format": dangling})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format"
+        rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000))
+        fatal = {"grammar": f'start: r0\n{rules}\nr5000: "b"'}
+        response = server.post("/v1/completions", {"prompt": "a", "structured_outputs": fatal})
+        assert response.status_code == 400
+        assert server.client.get("/health").status_code == 200

@@ -1,6 +1,7 @@
 """Whatever is sent: an error of one form, or an answer; never a hang, and others do not notice."""
 
 import json
+import logging
 import random
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 from paged_jax import AsyncLLM, SamplingParams
 from paged_jax.server.fields import ChatBody, CompletionBody
 from tests.llm_harness import OPTIONS, run
-from tests.server.harness import serving, toy_llm
+from tests.server.harness import serving, toy_llm, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -46,7 +47,17 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "perhaps"}, "tool_choice"),
-    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    *(
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs")
+        for name in (
+            "messages",
+            "tokenizer",
+            "self",
+            "tools",
+            "chat_template",
+            "add_generation_prompt",
+        )
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 80}]}, "prompt"),
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, {"prompt": None}, "prompt"),
@@ -85,10 +96,46 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options",
+    ),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 257}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["x" * 5000]}, "bad_words"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "response_format": {"type": "text", "json_schema": {}}},
+        "response_format",
+    ),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+        },
+        "response_format",
+    ),
+    *(
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": value}}, "structured_outputs")
+        for value in ("[1]", "null", "5", "true", 5, [1])
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "structured_outputs": {"regex": "a", "disable_any_whitespace": "yes"}},
+        "structured_outputs",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "allowed_token_ids": [73], "bad_words": ["h"]},
+        "allowed_token_ids",
+    ),
     (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "frobnicate"),
     (COMPLETIONS, {"prompt": "a", "model": 7}, "model"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+    ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools"),
     ("/detokenize", {"tokens": [258]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
 ]
@@ -120,6 +167,27 @@ def test_the_message_of_a_long_prompt_speaks_of_the_prompt(server):
 )
 def test_what_openai_has_and_we_have_not_is_501(server, path, body, param):
     assert_error(server.post(path, body), 501, param)
+
+
+def test_what_nobody_expected_is_a_500_with_name_origin_and_log(toy, monkeypatch, caplog):
+    llm = toy_llm(toy)
+    with serving(llm, allowed_origins=("https://a.example",)) as server:
+
+        def fail(*_, **__):
+            raise ZeroDivisionError("secret")
+
+        monkeypatch.setattr(llm._engine, "check", fail)
+        headers = {"Origin": "https://a.example", "X-Request-Id": "mine"}
+        with caplog.at_level(logging.INFO, "paged_jax.access"):
+            for _ in range(2):  # on one connection
+                response = server.post(COMPLETIONS, {"prompt": "a"}, headers=headers)
+                assert response.status_code == 500
+                assert response.json()["error"]["message"] == "internal error: ZeroDivisionError"
+                assert response.headers["X-Request-Id"] == "mine"
+                assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
+            # A line is written after the answer.
+            wait_for(lambda: caplog.messages.count(f"POST {COMPLETIONS} 500") == 2)
+        assert "secret" in caplog.text
 
 
 def test_paths_methods_and_models_that_do_not_exist(server):
