@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
+from paged_jax.engine.hosts import Group
 from paged_jax.engine.request import Request
 from paged_jax.engine.submission import Prompt
 from paged_jax.models.protocol import PagedModel
@@ -176,6 +177,14 @@ class AsyncLLM:
                 self._post(lambda request=request: self._add(request))
         return list(streams.values())
 
+    def join(self, group: Group) -> None:
+        """Becomes the first of several processes, before any request; see `engine.hosts`.
+
+        When another one is lost, all requests end with EngineDeadError and the engine is dead.
+        """
+        self._engine.join(group)
+        group.on_lost = self._die
+
     async def abort(self, request_id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored."""
         with self._condition:
@@ -262,7 +271,10 @@ class AsyncLLM:
                 self._inbox.append(lambda name=name: self._abort(name))
             self._is_closed = True
             self._condition.notify()
-        await asyncio.to_thread(self._thread.join)
+        # A thread that waits for a process that is lost may never end.
+        await asyncio.to_thread(self._thread.join, None if self._error is None else 5.0)
+        if self._engine.group is not None:
+            self._engine.group.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -363,6 +375,12 @@ class AsyncLLM:
             self._tell(name, None, self._death())
         for end in calls:
             end(None, self._death())
+
+    def _die(self, error: Exception) -> None:
+        """The engine thread may wait for ever for a process that is lost."""
+        _logger.error("the engine has stopped: %s", error)
+        self._error = error
+        self._end_streams()
 
     def _death(self) -> EngineDeadError:
         error = EngineDeadError("the engine has stopped")
