@@ -20,6 +20,11 @@ AXIS = "tp"
 def make_mesh(num_ranks: int) -> Mesh:
     """The first devices in a row. Raises: ValueError when there are fewer."""
     devices = jax.devices()
+    if jax.process_count() > 1 and len(devices) != num_ranks:
+        raise ValueError(
+            f"tensor_parallel_size ({num_ranks}) must be the number of devices of all processes "
+            f"({len(devices)})"
+        )
     if len(devices) < num_ranks:
         raise ValueError(
             f"tensor_parallel_size ({num_ranks}) needs as many devices, and there are "

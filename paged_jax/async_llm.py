@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.engine.build import build_engine
+from paged_jax.engine.hosts import Group
 from paged_jax.engine.request import Request
 from paged_jax.engine.submission import Prompt
 from paged_jax.engine_thread import EngineDeadError, EngineThread
@@ -174,6 +175,14 @@ class AsyncLLM(EngineThread):
             waiting = max(0, len(self._streams) - self._engine.config.max_num_seqs)
             raise QueueFullError(f"{waiting} requests wait; max_waiting is {self._max_waiting}")
 
+    def join(self, group: Group) -> None:
+        """Becomes the first of several processes, before any request; see `engine.hosts`.
+
+        When another one is lost, all requests end with EngineDeadError and the engine is dead.
+        """
+        self._engine.join(group)
+        group.on_lost = self._die
+
     async def abort(self, request_id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored."""
         with self._condition:
@@ -268,12 +277,17 @@ class AsyncLLM(EngineThread):
             self._is_closed = True
             self._condition.notify()
         # Not by a worker thread that joins it: a loop that ends waits for those.
-        late = None if end is None else time.monotonic() + LAST_DISPATCH_SECONDS
-        while self._thread.is_alive() and (late is None or time.monotonic() < late):
+        late = None
+        while self._thread.is_alive():
+            if late is None and (end is not None or self._error is not None):
+                late = time.monotonic() + LAST_DISPATCH_SECONDS
+            if late is not None and time.monotonic() >= late:
+                _logger.error("a dispatch does not end after %g s", LAST_DISPATCH_SECONDS)
+                self._end_streams()
+                break
             await asyncio.sleep(0.01)
-        if self._thread.is_alive():
-            _logger.error("a dispatch has not ended in %g s: left behind", LAST_DISPATCH_SECONDS)
-            self._end_streams()
+        if self._engine.group is not None:
+            self._engine.group.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

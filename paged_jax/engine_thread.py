@@ -84,6 +84,8 @@ class EngineThread:
         return self._engine.has_unfinished() and not self._engine.runner.is_asleep
 
     def _add(self, request: Request, stream: RequestStream) -> None:
+        if request.request_id in self._live:  # with several processes aborts wait for a step
+            self._deliver(self._engine.step())
         try:
             self._engine.add_checked(request)
         except ValueError as error:  # the id of a request that no stream is of, as after a restore
@@ -148,6 +150,12 @@ class EngineThread:
             stream.tell(None, self._death())
         for end in calls:
             end(None, self._death())
+
+    def _die(self, error: Exception) -> None:
+        """In any thread: the engine thread may wait for ever for a process that is lost."""
+        _logger.error("the engine has stopped: %s", error)
+        self._error = error
+        self._end_streams()
 
     def _death(self) -> EngineDeadError:
         error = EngineDeadError("the engine has stopped")

@@ -1,10 +1,14 @@
 """Serve a model over HTTP: an OpenAI-compatible API, metrics, and a dashboard at /."""
 
 import argparse
+import logging
 import os
 import signal
+import time
 
 from paged_jax.cli import options
+
+_logger = logging.getLogger("paged_jax.server")
 
 KEY_VARIABLE = "PAGED_JAX_API_KEY"
 
@@ -41,6 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, type=float, default=default, metavar="S", help=f"seconds {what} ({default:g})"
         )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    several = parser.add_argument_group("several processes, with the same options otherwise")
+    several.add_argument(
+        "--coordinator-address",
+        metavar="HOST:PORT",
+        help="where process 0 meets the others; it takes the next port too",
+    )
+    several.add_argument("--num-processes", type=int, default=1, metavar="N", help="default 1")
+    several.add_argument(
+        "--process-id", type=int, default=0, metavar="I", help="0 (default) is the server"
+    )
     options.add_engine(parser)
 
 
@@ -71,12 +85,23 @@ def run(arguments: argparse.Namespace) -> int:
     from paged_jax.async_llm import AsyncLLM
 
     engine = {"warmup": "all", **options.engine_options(arguments)}
+    address = _meet(arguments)
+    if address is not None:
+        import jax
+
+        engine = {"tensor_parallel_size": jax.device_count(), **engine}
+    if arguments.process_id:
+        return _follow(arguments, engine, address)
     llm = AsyncLLM(
         arguments.model,
         tokenizer=arguments.tokenizer,
         max_waiting=arguments.max_waiting,
         **engine,
     )
+    if address is not None:
+        from paged_jax.engine.hosts import connect
+
+        llm.join(connect(address, 0, arguments.num_processes))
     app = make_app(llm, settled)
     timeout = arguments.shutdown_timeout
     server = Server(app, llm, shutdown_timeout=timeout, host=arguments.host, port=arguments.port)
@@ -84,3 +109,47 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server.run()
     return 0
+
+
+def _meet(arguments: argparse.Namespace) -> tuple[str, int] | None:
+    """Lets JAX know of the other processes. Returns: Where process 0 listens; None if alone."""
+    number, count = arguments.process_id, arguments.num_processes
+    if count == 1 and number == 0 and arguments.coordinator_address is None:
+        return None
+    if not 0 <= number < count:
+        raise ValueError(f"--process-id ({number}) must be below --num-processes ({count})")
+    host, _, port = (arguments.coordinator_address or "").rpartition(":")
+    if not host or not port.isdecimal():
+        given = arguments.coordinator_address
+        raise ValueError(f"--coordinator-address ({given}) must be HOST:PORT")
+    import jax
+
+    jax.distributed.initialize(
+        arguments.coordinator_address, num_processes=count, process_id=number
+    )
+    return host, int(port) + 1
+
+
+def _follow(arguments: argparse.Namespace, engine: dict, address: tuple[str, int] | None) -> int:
+    """Computes what process 0 decides, until it ends."""
+    from paged_jax.engine.build import build_engine
+    from paged_jax.engine.hosts import HostLostError, PlansDifferError, connect, follow
+
+    assert address is not None
+    made = build_engine(arguments.model, arguments.tokenizer, engine)
+    group = connect(address, arguments.process_id, arguments.num_processes)
+    group.on_lost = _leave_soon
+    made.join(group)
+    try:
+        follow(made)
+    except (HostLostError, PlansDifferError) as error:
+        _logger.error("%s", error)
+        os._exit(1)  # the end of JAX would wait for the others
+    return 0
+
+
+def _leave_soon(error: Exception) -> None:
+    """Ends a process that may wait for ever for another one."""
+    time.sleep(10.0)
+    _logger.error("%s", error)
+    os._exit(1)

@@ -2,6 +2,8 @@
 
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from os import PathLike
@@ -13,6 +15,7 @@ from paged_jax.beam_search_params import BeamSearchParams
 from paged_jax.config import EngineConfig, ResolvedConfig
 from paged_jax.engine import lifecycle, snapshot
 from paged_jax.engine.events import Event
+from paged_jax.engine.hosts import Call, Group, Step, told_of
 from paged_jax.engine.loop import Loop
 from paged_jax.engine.places import Places, probe
 from paged_jax.engine.pool import resolve
@@ -73,6 +76,8 @@ class Engine(Loop):
         super().__init__(self.runner, self.config, config, tokenizer, str(kv_dtype).encode())
         self._seeds = random.Random(config.seed)
         self._num_added = 0
+        self._leaving: deque[str] = deque()
+        """Requests to end in the next step, where there are several processes."""
         if config.warmup == "all":
             self.runner.warm_up()
 
@@ -171,6 +176,8 @@ class Engine(Loop):
         self._requests[request.request_id] = request
         self.state.add(request)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        if self.group is not None and self.group.is_first:
+            self.group.added.append(told_of(request))
         self.dispatcher.recorder.added(request)
 
     @property
@@ -202,12 +209,15 @@ class Engine(Loop):
         if self.runner.is_asleep:
             raise RuntimeError("the engine is asleep: call wake_up() before step()")
         with self._lock:
+            if self.group is not None and self.group.is_first:
+                self._tell_step(self.group)
             self._is_stepping = True
             outputs, self._early = self._early, []
             try:
                 outputs += self._take_aborts()
                 self._guarded(self._step, outputs)
-                outputs += self._take_aborts()
+                if self.group is None:
+                    outputs += self._take_aborts()
                 if not self._requests:
                     self._guarded(self._drain, outputs)
             except BaseException:
@@ -227,6 +237,9 @@ class Engine(Loop):
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if self.group is not None:  # all processes end it in the same step
+            self._leaving.append(request_id)
+            return None
         if not self._lock.acquire(blocking=False):
             self._aborts.append(request)
             return None
@@ -245,8 +258,46 @@ class Engine(Loop):
         finally:
             self._lock.release()
 
+    def join(self, group: Group) -> None:
+        """Becomes one of several processes; nothing has run yet.
+
+        Raises: NotImplementedError for options that other processes would have to know more for.
+        """
+        if self.config.preemption_mode != "recompute":
+            raise NotImplementedError(
+                f"preemption_mode={self.config.preemption_mode!r} with several processes; use "
+                "'recompute'"
+            )
+        self.group = group
+
+    def step_as_told(self, told: Step) -> list[RequestOutput]:
+        """The step that the first process does; see `hosts.follow`."""
+        for fields in told.added:
+            given = dict(fields)
+            times = given.pop("arrival_time"), given.pop("deadline")
+            request = self.check(**given)
+            request.arrival_time, request.deadline = times
+            self.add_checked(request)
+        self._told = told
+        self._aborts.extend(self._requests[x] for x in told.aborted if x in self._requests)
+        return self.step()
+
+    def _tell_step(self, group: Group) -> None:
+        leaving: list[str] = []
+        while self._leaving:
+            leaving.append(self._leaving.popleft())
+        added, group.added = tuple(group.added), []
+        self._told = Step(time.monotonic(), added, tuple(leaving))
+        group.tell(self._told)
+        self._aborts.extend(self._requests[x] for x in leaving if x in self._requests)
+
+    def _alone(self, what: str) -> None:
+        if self.group is not None:
+            raise NotImplementedError(f"{what} with several processes")
+
     def reset(self) -> None:
         """Drops every request and starts over with an empty pool."""
+        self._alone("reset")
         with self._lock:
             self._requests.clear()
             self._aborts.clear()
@@ -256,6 +307,8 @@ class Engine(Loop):
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached; blocks that no row owns are free afterwards."""
+        if self.group is not None and self.group.is_first:
+            self.group.tell(Call("reset_prefix_cache"))
         with self._lock:
             self._guarded(self._forget_cached, self._early)
 
@@ -264,6 +317,7 @@ class Engine(Loop):
 
         Raises: ValueError when `path` exists; RuntimeError while the engine is asleep.
         """
+        self._alone("snapshot")
         with self._between_steps():
             snapshot.save(self, path)
 
@@ -276,6 +330,7 @@ class Engine(Loop):
         Raises: ValueError for another model, options or format, with what differs; RuntimeError
           when this engine has unfinished requests or is asleep.
         """
+        self._alone("restore")
         with self._between_steps():
             snapshot.restore(self, path)
 
@@ -289,6 +344,7 @@ class Engine(Loop):
         Raises: ValueError that names the leaf that does not fit; RuntimeError for "error" when a
           request has begun. Nothing has changed then.
         """
+        self._alone("update_weights")
         with self._between_steps():
             lifecycle.update_weights(self, params, running)
 
@@ -297,6 +353,7 @@ class Engine(Loop):
 
         Until `wake_up`, requests can be added and aborted, and `step` raises.
         """
+        self._alone("sleep")
         with self._between_steps():
             lifecycle.sleep(self, level)
 
@@ -307,6 +364,7 @@ class Engine(Loop):
           params: The weights, if they were freed and `update_weights` has not given others.
         Raises: RuntimeError when there are no weights; ValueError for some that do not fit.
         """
+        self._alone("wake_up")
         with self._between_steps():
             lifecycle.wake_up(self, params)
 

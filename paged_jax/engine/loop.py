@@ -15,6 +15,7 @@ from paged_jax.core import AuditError
 from paged_jax.engine import answer, beams
 from paged_jax.engine.dispatch import Dispatcher, Issued
 from paged_jax.engine.guide import GuideError
+from paged_jax.engine.hosts import Group, Step
 from paged_jax.engine.request import Request, Sequence
 from paged_jax.engine.runner import Runner, tells_prompt
 from paged_jax.engine.scheduler import schedule
@@ -45,6 +46,10 @@ class Loop:
         self.dispatcher = Dispatcher(runner, config, is_checked=options.debug)
         self.error: Exception | None = None
         """Of the last dispatch that failed."""
+        self.group: Group | None = None
+        """The other processes of this engine."""
+        self._told: Step | None = None
+        """What the first process says of the step that runs, where there are several."""
         self._options = options
         self._root = root
         self.state = SchedulerState.create(config, root)
@@ -66,7 +71,7 @@ class Loop:
             self._is_untouched = True
             self.dispatcher.fault("plan")
             self._is_untouched = False
-            self._planned = schedule(self.state, time.monotonic(), self.config)
+            self._planned = schedule(self.state, self._now(), self.config)
         plan = self._planned
         outputs += [self._finish(self._requests[name], "timeout") for name in plan.expired]
         for name, index in plan.capped:
@@ -82,7 +87,13 @@ class Loop:
             unread, self._unread = self._unread, None
             self._commit(unread, outputs)
 
+    def _now(self) -> float:
+        """The same in all processes."""
+        return time.monotonic() if self._told is None else self._told.now
+
     def _issue(self, plan: Plan) -> Issued | None:
+        if self.group is not None:
+            self.group.agree(plan)
         self._counts["num_preemptions"] += len(plan.preempted)
         return self.dispatcher.issue(plan, self.state, self._requests)
 
@@ -218,13 +229,16 @@ class Loop:
         try:
             run(outputs)
         except Exception as error:
+            if self.group is not None:
+                raise  # nobody knows how far the others have come
             self.error = error
             _logger.exception("a dispatch failed")
             self._recover(error, outputs)
             if self._options.debug and isinstance(error, AssertionError | AuditError):
                 raise  # debug mode is there to tell
         except BaseException:
-            self._start_over(outputs)
+            if self.group is None:
+                self._start_over(outputs)
             raise
 
     def _recover(self, error: Exception, outputs: list[RequestOutput]) -> None:
@@ -285,7 +299,7 @@ class Loop:
         """Gives the last blocks back when nobody is left to make a plan for."""
         self._drain_unread(outputs)
         while self.state.released:
-            self._issue(schedule(self.state, time.monotonic(), self.config))
+            self._issue(schedule(self.state, self._now(), self.config))
 
     def _forget_cached(self, outputs: list[RequestOutput]) -> None:
         self._drain_unread(outputs)

@@ -64,7 +64,8 @@ class Places:
         """Arrays that every rank has whole."""
         if self.mesh is None:
             return self.bind(tree)
-        return jax.device_put(tree, NamedSharding(self.mesh, _WHOLE))
+        # Arrays of one process's devices cannot go to those of others; numpy's can.
+        return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(self.mesh, _WHOLE))
 
     def pool(self, spec: CacheSpec, num_blocks: int, block_size: int, dtype: Any) -> KVCache:
         """An empty pool; `spec` is of one rank, like what the pool says of its heads."""

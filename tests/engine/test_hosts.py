@@ -1,0 +1,184 @@
+"""Two processes with one model between them, over gloo on this machine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paged_jax import LLM, SamplingParams
+from paged_jax.engine.hosts import HostLostError, PlansDifferError, connect
+from paged_jax.plan import Plan
+from tests.llm_harness import OPTIONS, PROMPTS, run
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM = 2
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Workers:
+    """The processes, with what they have said."""
+
+    def __init__(self, mode: str) -> None:
+        coordinator, port = f"127.0.0.1:{free_port()}", str(free_port())
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        env.pop("XLA_FLAGS", None)
+        self.processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tests.engine.hosts_worker"),
+                    *(str(i), str(NUM), coordinator, port, mode),
+                ],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for i in range(NUM)
+        ]
+        self.said: list[list[str]] = [[] for _ in range(NUM)]
+        self._readers = [threading.Thread(target=self._read, args=(i,)) for i in range(NUM)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, i: int) -> None:
+        for line in self.processes[i].stdout:
+            self.said[i].append(line.strip())
+
+    def wait_for(self, i: int, start: str, seconds: float = 120.0) -> None:
+        end = time.monotonic() + seconds
+        while not any(line.startswith(start) for line in self.said[i]):
+            assert time.monotonic() < end, self.said
+            assert self.processes[i].poll() is None, self.said
+            time.sleep(0.05)
+
+    def end(self, seconds: float = 120.0) -> list[int]:
+        """Exit codes; none may take longer."""
+        codes = [process.wait(seconds) for process in self.processes]
+        for reader in self._readers:
+            reader.join(10)
+        return codes
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for process, reader in zip(self.processes, self._readers, strict=True):
+            reader.join(10)
+            process.stdout.close()
+
+
+def ended(lines: list[str]) -> dict[str, tuple]:
+    found = [json.loads(line) for line in lines if line.startswith('["')]
+    return {name: (tokens, reason) for name, tokens, reason in found}
+
+
+@pytest.mark.parametrize("mode", ["debug", "abort"])
+def test_two_processes_give_the_tokens_of_one(toy, mode):
+    with Workers(mode) as workers:
+        assert workers.end() == [0, 0], workers.said
+        found = ended(workers.said[0])
+    assert len(found) == 3 * len(PROMPTS)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=2),
+    ]
+    with LLM(toy, **OPTIONS) as llm:
+        for j, given in enumerate(params):
+            for i, output in enumerate(run(llm, PROMPTS, given)):
+                tokens, reason = found[f"{j}-{i}"]
+                whole = [choice.token_ids for choice in output.outputs]
+                if reason == "abort":
+                    assert (mode, i, j) == ("abort", 1, 0)
+                    assert tokens[0] == whole[0][: len(tokens[0])]
+                else:
+                    assert tokens == whole
+    assert (mode == "abort") == ("abort" in {reason for _, reason in found.values()})
+
+
+def test_processes_that_plan_differently_are_stopped_before_they_run():
+    with Workers("differ") as workers:
+        assert workers.end() == [3, 3], workers.said
+        for lines in workers.said:
+            assert lines[-1].startswith("PlansDifferError: process 1 has made another plan")
+        assert ended(workers.said[0]) == {}
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_others_with_an_error(killed):
+    with Workers("long") as workers:
+        for i in range(NUM):
+            workers.wait_for(i, "READY")
+        time.sleep(3.0)
+        workers.processes[killed].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        other = 1 - killed
+        assert workers.processes[other].wait(60) != 0, workers.said
+        assert time.monotonic() - start < 60
+        workers.end()
+
+
+def test_a_stranger_without_the_key_is_not_let_in():
+    port = free_port()
+    made = []
+    first = threading.Thread(
+        target=lambda: made.append(connect(("127.0.0.1", port), 0, 2, key="right", timeout=30))
+    )
+    first.start()
+    with pytest.raises((HostLostError, Exception)):
+        connect(("127.0.0.1", port), 1, 2, key="wrong", timeout=10)
+    second = connect(("127.0.0.1", port), 1, 2, key="right", timeout=10)
+    first.join(30)
+    [group] = made
+    plan = Plan(free_rows=(1,))
+    errors = []
+
+    def agree(other: Plan) -> None:
+        try:
+            second.agree(other)
+        except PlansDifferError as error:
+            errors.append(error)
+
+    for other, is_same in ((plan, True), (Plan(free_rows=(2,)), False)):
+        thread = threading.Thread(target=agree, args=(other,))
+        thread.start()
+        if is_same:
+            group.agree(plan)
+        else:
+            with pytest.raises(PlansDifferError, match="process 1"):
+                group.agree(plan)
+        thread.join(10)
+    assert len(errors) == 1
+    lost = threading.Event()
+    second.on_lost = lambda error: lost.set()
+    for connection in group.others.values():
+        connection.close()
+    assert lost.wait(10)
+    with pytest.raises(HostLostError, match="process 0 has ended"):
+        second.hear()
+    group._is_closed = True
+
+
+def test_who_does_not_come_is_named():
+    with pytest.raises(HostLostError, match=r"process \[1, 2\] did not come"):
+        connect(("127.0.0.1", free_port()), 0, 3, key="k", timeout=0.3)
+    with pytest.raises(HostLostError, match="process 0 does not listen"):
+        connect(("127.0.0.1", free_port()), 1, 2, key="k", timeout=0.3)
+    with pytest.raises(ValueError, match="PAGED_JAX_HOSTS_KEY"):
+        connect(("127.0.0.1", free_port()), 0, 2, timeout=0.3)
