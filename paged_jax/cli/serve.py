@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import signal
-import time
 
 from paged_jax.cli import options
 
@@ -98,16 +97,20 @@ def run(arguments: argparse.Namespace) -> int:
         max_waiting=arguments.max_waiting,
         **engine,
     )
+    group = None
     if address is not None:
         from paged_jax.engine.hosts import connect
 
-        llm.join(connect(address, 0, arguments.num_processes))
+        group = connect(address, 0, arguments.num_processes)
+        llm.join(group)
     app = make_app(llm, settled)
     timeout = arguments.shutdown_timeout
     server = Server(app, llm, shutdown_timeout=timeout, host=arguments.host, port=arguments.port)
     # uvicorn raises the signal once more when all is done, which would end this as a crash.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server.run()
+    if group is not None and group.lost is not None:
+        _leave(group.lost)
     return 0
 
 
@@ -133,23 +136,21 @@ def _meet(arguments: argparse.Namespace) -> tuple[str, int] | None:
 def _follow(arguments: argparse.Namespace, engine: dict, address: tuple[str, int] | None) -> int:
     """Computes what process 0 decides, until it ends."""
     from paged_jax.engine.build import build_engine
-    from paged_jax.engine.hosts import HostLostError, PlansDifferError, connect, follow
+    from paged_jax.engine.hosts import connect, follow
 
     assert address is not None
     made = build_engine(arguments.model, arguments.tokenizer, engine)
     group = connect(address, arguments.process_id, arguments.num_processes)
-    group.on_lost = _leave_soon
+    group.on_lost = _leave
     made.join(group)
     try:
         follow(made)
-    except (HostLostError, PlansDifferError) as error:
-        _logger.error("%s", error)
-        os._exit(1)  # the end of JAX would wait for the others
+    except Exception as error:
+        _leave(error)
     return 0
 
 
-def _leave_soon(error: Exception) -> None:
-    """Ends a process that may wait for ever for another one."""
-    time.sleep(10.0)
-    _logger.error("%s", error)
+def _leave(error: Exception) -> None:
+    """Ends a process that may wait for ever for another one, as the end of JAX would."""
+    _logger.error("%s: %s", type(error).__name__, error)
     os._exit(1)

@@ -11,6 +11,7 @@ compare digests                     <------->  compare digests
 run the step                                   run the step
 """
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -37,6 +38,9 @@ PATIENCE = 60.0
 """Seconds after which a process that says nothing is taken for lost."""
 
 _PING = 1.0
+
+_HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+"""That the other side has closed, also while there is something to read."""
 
 
 class HostLostError(RuntimeError):
@@ -132,42 +136,47 @@ class Group:
         if verdict:
             raise PlansDifferError(f"process {verdict} has made another plan than process 0")
 
+    def cause_of(self, error: Exception) -> Exception:
+        """The loss of another process, if that is why something failed here; else `error`."""
+        end = time.monotonic() + 1.0  # the device may see it first
+        while self.lost is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.lost or error
+
     def close(self) -> None:
         """Lets the others end, from the first process; ends the connections."""
         if self._is_closed:
             return
-        try:
-            if self.is_first and self.lost is None:
+        self._is_closed = True
+        if self.is_first and self.lost is None:
+            with contextlib.suppress(HostLostError):
                 self.tell(Call("close"))
-        except HostLostError:
-            pass
-        finally:
-            self._is_closed = True
-            for connection in self.others.values():
-                connection.close()
+                for connection in self.others.values():
+                    _wait_for_end(connection)
+        for connection in self.others.values():
+            connection.close()
 
     def _watch(self) -> None:
         """Sees when a process ends, also while this one waits for the device."""
-        peeked = {}
+        poller, processes = select.poll(), {}
         for process, connection in self.others.items():
-            peeked[process] = socket.socket(fileno=os.dup(connection.fileno()))
+            # Of our own, because others close the connection.
+            descriptor = os.dup(connection.fileno())
+            processes[descriptor] = process
+            poller.register(descriptor, _HUNG_UP)
         last = 0.0
         try:
             while not self._is_closed and self.lost is None:
                 if self.is_first and time.monotonic() - last > _PING:
                     last = time.monotonic()
-                    try:
+                    with contextlib.suppress(HostLostError):
                         self.tell(None)
-                    except HostLostError:
-                        break
-                for process, other in peeked.items():
-                    ready, _, _ = select.select([other], [], [], 0.1)
-                    if ready and not _has_bytes(other):
-                        self._lose(process)
-                time.sleep(0.1)
+                for descriptor, _ in poller.poll(200):
+                    if not self._is_closed:
+                        self._lose(processes[descriptor])
         finally:
-            for other in peeked.values():
-                other.close()
+            for descriptor in processes:
+                os.close(descriptor)
         if self.lost is not None and not self._is_closed and self.on_lost is not None:
             self.on_lost(self.lost)
 
@@ -273,9 +282,8 @@ def _knock(address: tuple[str, int], end: float) -> Connection:
             return Connection(made.detach())
 
 
-def _has_bytes(other: socket.socket) -> bool:
-    """Whether a readable socket has something to read, and not its end."""
-    try:
-        return bool(other.recv(1, socket.MSG_PEEK))
-    except OSError:
-        return False
+def _wait_for_end(connection: Connection) -> None:
+    """Until the other side has closed a connection, or says nothing for some seconds."""
+    with contextlib.suppress(OSError, EOFError):
+        while connection.poll(5.0):
+            connection.recv()

@@ -229,8 +229,8 @@ class Loop:
         try:
             run(outputs)
         except Exception as error:
-            if self.group is not None:
-                raise  # nobody knows how far the others have come
+            if self.group is not None:  # nobody knows how far the others have come
+                raise self.group.cause_of(error) from error
             self.error = error
             _logger.exception("a dispatch failed")
             self._recover(error, outputs)

@@ -3,6 +3,7 @@
 The first prints a JSON line per request that ended; all print how they ended.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ def main() -> None:
     jax.distributed.initialize(
         coordinator, num_processes=num_processes, process_id=process, initialization_timeout=60
     )
-    from paged_jax import SamplingParams
+    from paged_jax import AsyncLLM, SamplingParams
     from paged_jax.config import EngineConfig
     from paged_jax.engine import Engine
     from paged_jax.engine.hosts import connect, follow
@@ -30,6 +31,17 @@ def main() -> None:
     from tests.llm_harness import OPTIONS, PROMPTS
 
     mesh = make_mesh(jax.device_count())
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=2),
+        SamplingParams(temperature=1.0, max_tokens=8),
+    ]
+    if mode == "async" and not process:
+        llm = AsyncLLM(shard(make_toy(), mesh), **OPTIONS)
+        llm.join(connect(("127.0.0.1", port), process, num_processes, key="secret", timeout=60))
+        asyncio.run(serve(llm, params[:2], PROMPTS))
+        print("ENDED", flush=True)
+        return
     engine = Engine(shard(make_toy(), mesh), EngineConfig(debug=mode == "debug", **OPTIONS))
     group = connect(("127.0.0.1", port), process, num_processes, key="secret", timeout=60)
     engine.join(group)
@@ -42,11 +54,6 @@ def main() -> None:
         follow(engine)
         print("ENDED", flush=True)
         return
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=8),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=2),
-        SamplingParams(temperature=1.0, max_tokens=8),
-    ]
     if mode == "long":
         params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
     for j, given in enumerate(params):
@@ -68,6 +75,23 @@ def main() -> None:
     assert engine.stats()["num_used"] == 0
     group.close()
     print("ENDED", flush=True)
+
+
+async def serve(llm, params, prompts) -> None:
+    """All at once; each takes the id of a request that nobody reads any more."""
+
+    async def ask(name, prompt, given) -> None:
+        left = await llm.add_request(prompts[0], params[0], name)
+        await anext(left)
+        await left.aclose()
+        stream = await llm.add_request(prompt, given, name)
+        *_, output = [output async for output in stream]
+        tokens = [choice.token_ids for choice in output.outputs]
+        print(json.dumps([name, tokens, output.outputs[0].finish_reason]), flush=True)
+
+    pairs = [(j, i) for j in range(len(params)) for i in range(len(prompts))]
+    await asyncio.gather(*(ask(f"{j}-{i}", prompts[i], params[j]) for j, i in pairs))
+    await llm.shutdown(None)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.engine.hosts import HostLostError, PlansDifferError, connect
+from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine
+from paged_jax.engine.hosts import Call, HostLostError, PlansDifferError, connect
 from paged_jax.plan import Plan
 from tests.llm_harness import OPTIONS, PROMPTS, run
 
@@ -89,12 +91,12 @@ def ended(lines: list[str]) -> dict[str, tuple]:
     return {name: (tokens, reason) for name, tokens, reason in found}
 
 
-@pytest.mark.parametrize("mode", ["debug", "abort"])
+@pytest.mark.parametrize("mode", ["debug", "abort", "async"])
 def test_two_processes_give_the_tokens_of_one(toy, mode):
     with Workers(mode) as workers:
         assert workers.end() == [0, 0], workers.said
         found = ended(workers.said[0])
-    assert len(found) == 3 * len(PROMPTS)
+    assert len(found) == (2 if mode == "async" else 3) * len(PROMPTS)
     params = [
         SamplingParams(temperature=0.0, max_tokens=8),
         SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=2),
@@ -172,7 +174,46 @@ def test_a_stranger_without_the_key_is_not_let_in():
     assert lost.wait(10)
     with pytest.raises(HostLostError, match="process 0 has ended"):
         second.hear()
-    group._is_closed = True
+    for each in (group, second):
+        each.close()
+
+
+def test_an_end_is_seen_behind_what_has_not_been_read():
+    port, made = free_port(), []
+    first = threading.Thread(
+        target=lambda: made.append(connect(("127.0.0.1", port), 0, 2, key="k"))
+    )
+    first.start()
+    second = connect(("127.0.0.1", port), 1, 2, key="k", timeout=10)
+    first.join(30)
+    lost = threading.Event()
+    second.on_lost = lambda error: lost.set()
+    made[0].tell("never read")
+    made[0]._is_closed = True
+    made[0].others[1].close()
+    assert lost.wait(10)
+    second.close()
+
+
+def test_an_end_that_is_told_is_no_loss():
+    for _ in range(5):
+        port, made = free_port(), []
+        first = threading.Thread(
+            target=lambda port=port, made=made: made.append(
+                connect(("127.0.0.1", port), 0, 2, key="k")
+            )
+        )
+        first.start()
+        second = connect(("127.0.0.1", port), 1, 2, key="k", timeout=10)
+        first.join(30)
+        end = threading.Thread(target=made[0].close)
+        end.start()
+        time.sleep(0.3)  # busy
+        assert second.hear() == Call("close")
+        second.close()
+        end.join(10)
+        assert not end.is_alive()
+        assert made[0].lost is second.lost is None
 
 
 def test_who_does_not_come_is_named():
@@ -182,3 +223,27 @@ def test_who_does_not_come_is_named():
         connect(("127.0.0.1", free_port()), 1, 2, key="k", timeout=0.3)
     with pytest.raises(ValueError, match="PAGED_JAX_HOSTS_KEY"):
         connect(("127.0.0.1", free_port()), 0, 2, timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.reset(),
+        lambda engine: engine.sleep(),
+        lambda engine: engine.wake_up(),
+        lambda engine: engine.update_weights({}),
+        lambda engine: engine.snapshot("x"),
+        lambda engine: engine.restore("x"),
+    ],
+)
+def test_what_other_processes_would_not_do_is_refused(toy, call):
+    engine = Engine(toy, EngineConfig(**OPTIONS))
+    engine.join(object())
+    with pytest.raises(NotImplementedError, match="with several processes"):
+        call(engine)
+
+
+def test_images_of_blocks_stay_with_one_process(toy):
+    engine = Engine(toy, EngineConfig(**OPTIONS, preemption_mode="swap"))
+    with pytest.raises(NotImplementedError, match="preemption_mode='swap'"):
+        engine.join(object())
