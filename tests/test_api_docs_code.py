@@ -90,7 +90,7 @@ def test_methods(kind):
         if name not in methods and f"`{name}" not in section(API, f"`{kind.__name__}`")
     }
     # What `Engine` and `LLM` inherit or offer to each other, and no user calls.
-    assert missing <= {"check", "add_checked", "engine", "dispatcher"}, missing
+    assert missing <= {"check", "add_checked", "step_as_told", "engine", "dispatcher"}, missing
 
 
 def test_keys_of_stats(toy):
