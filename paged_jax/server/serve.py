@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import signal
 import socket
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -37,13 +39,21 @@ class Server(uvicorn.Server):
             )
         )
         self._llm, self._shutdown_timeout = llm, shutdown_timeout
+        self._is_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second SIGINT aborts requests; the third ends the process without their answers."""
+        if self.should_exit and sig == signal.SIGINT and not self._is_hurried:
+            self._is_hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends connections and engine."""
         _logger.info("shutting down: waiting %g s at most", self._shutdown_timeout)
         closing = asyncio.create_task(super().shutdown(sockets))
         draining = asyncio.create_task(self._llm.shutdown(self._shutdown_timeout))
-        while not draining.done() and not self.force_exit:
+        while not draining.done() and not self._is_hurried:
             await asyncio.wait((draining,), timeout=0.1)
         if not draining.done():
             draining.cancel()
