@@ -5,6 +5,7 @@ from paged_jax.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LatentAttentionSpec,
+    LayerSpec,
     MLPSpec,
     MoESpec,
     NormSpec,
@@ -46,6 +47,27 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, share: Share | None = N
         else:
             total += (attention.kv_rank + attention.rope_dim) * itemsize
     return total
+
+
+def features_per_token(spec: DecoderSpec, share: Share | None = None) -> int:
+    """Numbers per token that are alive at once in the widest layer of a rank: the stream with what
+    is added to it, and the widest of what attention and MLP make of it."""
+    own = _ALONE if share is None else share
+    return 4 * spec.hidden_size + max(_features(layer, own) for layer in spec.layers)
+
+
+def _features(layer: LayerSpec, share: Share) -> int:
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        heads, kv_heads = share.heads(attention.num_heads, attention.num_kv_heads)
+        inside = 2 * (heads + kv_heads) * attention.head_dim
+    else:
+        heads = share.heads(attention.num_heads, 1)[0]
+        inside = 2 * heads * (attention.kv_rank + attention.rope_dim)
+    if isinstance(mlp, MLPSpec):
+        return max(inside, (2 + mlp.is_gated) * share.width(mlp.size))
+    shared = 3 * share.width(mlp.shared_size) if mlp.shared_size else 0
+    return max(inside, mlp.num_chosen * 3 * share.width(mlp.size) + shared)
 
 
 def summed_bytes_per_token(spec: DecoderSpec, itemsize: int) -> int:

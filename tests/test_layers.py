@@ -34,6 +34,7 @@ LAYERS = {
     "engine": "engine",
     "llm": "llm",
     "async_llm": "llm",
+    "planner": "llm",
     "request_stream": "llm",
     "engine_thread": "llm",
     "progress": "llm",

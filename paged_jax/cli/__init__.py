@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from paged_jax.cli import bench, chat, convert, download, generate, info, serve
+from paged_jax.cli import bench, chat, convert, download, generate, info, plan, serve
 
 _COMMANDS = {
     "chat": chat,
@@ -14,6 +14,7 @@ _COMMANDS = {
     "download": download,
     "convert": convert,
     "info": info,
+    "plan": plan,
 }
 
 

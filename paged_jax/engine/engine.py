@@ -57,11 +57,11 @@ class Engine(Loop):
           max_position: Most positions of the model; None: any number.
         Raises: ValueError for options that contradict each other or the model.
         """
-        model_dtype, self.vocab_size = probe(model)
+        model_dtype, self.vocab_size, step_shape = probe(model)
         kv_dtype = model_dtype if config.kv_dtype is None else jnp.dtype(config.kv_dtype)
         places = Places.of(model)
         self.config: ResolvedConfig = resolve(
-            config, model.cache_spec(), kv_dtype, max_position, places.num_ranks
+            config, model.cache_spec(), kv_dtype, max_position, places.num_ranks, step_shape
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = Runner(

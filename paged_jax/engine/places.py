@@ -12,8 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_jax import core
 from paged_jax.core import CacheSpec, KVCache
+from paged_jax.engine.memory import StepShape
 from paged_jax.engine.step import OnMesh
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.footprint import features_per_token
 from paged_jax.models.protocol import PagedModel
 from paged_jax.models.shard import Placer
 
@@ -114,10 +116,14 @@ class Places:
         )
 
 
-def probe(model: PagedModel) -> tuple[Any, int]:
-    """Dtype of hidden states and vocabulary size of a model on the protocol, without running it."""
+def probe(model: PagedModel) -> tuple[Any, int, StepShape]:
+    """Dtype of hidden states, vocabulary size, and what a step of a model on the protocol needs;
+    without running it."""
     if isinstance(model, Decoder):
-        return model.embed.weight[...].dtype, model.spec.vocab_size
+        spec, share = model.spec, model.share
+        own = spec.vocab_size if share is None else share.vocab_size(spec.vocab_size)
+        shape = StepShape(vocab_size=own, num_features=features_per_token(spec, share))
+        return model.embed.weight[...].dtype, spec.vocab_size, shape
     spec = model.cache_spec()
 
     def run() -> tuple[jax.Array, jax.Array]:
@@ -134,4 +140,6 @@ def probe(model: PagedModel) -> tuple[Any, int]:
         return hidden, model.logits(hidden)
 
     hidden, logits = nnx.eval_shape(run)
-    return hidden.dtype, logits.shape[-1]
+    # The usual proportions of a layer: four streams, and an MLP four times as wide, gated.
+    shape = StepShape(vocab_size=logits.shape[-1], num_features=16 * hidden.shape[-1])
+    return hidden.dtype, logits.shape[-1], shape

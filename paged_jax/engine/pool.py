@@ -1,7 +1,6 @@
 """How large the KV pool is, and every other choice left open by the options."""
 
 import logging
-import math
 import os
 from typing import Any
 
@@ -9,7 +8,8 @@ import jax
 import numpy as np
 
 from paged_jax.config import EngineConfig, ResolvedConfig
-from paged_jax.core import CacheSpec, kv_shape, scales_shape
+from paged_jax.core import CacheSpec, kv_shape
+from paged_jax.engine.memory import Budget, StepShape, block_bytes, state_bytes, step_bytes
 from paged_jax.shapes import ceil_div
 
 _logger = logging.getLogger("paged_jax")
@@ -40,6 +40,7 @@ def resolve(
     kv_dtype: Any,
     max_position: int | None,
     num_ranks: int = 1,
+    step: StepShape | None = None,
 ) -> ResolvedConfig:
     """Settles every option.
 
@@ -49,42 +50,44 @@ def resolve(
       kv_dtype: Dtype of the pool.
       max_position: Most positions of the model; None: any number.
       num_ranks: Devices that keep so much each.
+      step: For what an accelerator needs beside weights and pool; None: nothing.
     Raises: ValueError when an option contradicts the model or the memory.
     """
     platform = jax.default_backend()
     model_len = served_length(config.max_model_len, max_position)
-    block_size = config.block_size or _default_block_size(platform, spec, kv_dtype)
-    if platform == "tpu" and block_size % 8:
-        raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
-    if platform == "tpu" and np.dtype(kv_dtype).itemsize == 1 and block_size % 128:
-        raise ValueError(
-            f"block_size ({block_size}) must be a multiple of 128 on TPU where "
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}"
-        )
+    block_size = config.block_size or default_block_size(platform, spec, kv_dtype)
+    check_block_size(platform, block_size, kv_dtype)
     if platform == "tpu" and np.dtype(kv_dtype) == np.float16:
         raise NotImplementedError("TPU kernels do not read float16 pools; use bfloat16")
-    tokens = config.max_num_batched_tokens
-    if tokens is None:
-        # A CPU is at its limit with far fewer tokens, and padding costs it more.
-        tokens = max(config.max_num_seqs, 512 if platform == "cpu" else 2048)
+    tokens = config.max_num_batched_tokens or default_tokens(platform, config.max_num_seqs)
 
-    block_bytes = _block_bytes(spec, block_size, kv_dtype)
+    per_block = block_bytes(spec, block_size, kv_dtype)
     if platform == "cpu":
-        block_bytes *= num_ranks  # all ranks are in one memory
+        per_block *= num_ranks  # all ranks are in one memory
     most_blocks = config.max_num_seqs * ceil_div(model_len, block_size)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            budget = _available_bytes(platform, config.gpu_memory_utilization)
+        available, why = config.kv_cache_memory_bytes, ""
+        if available is None and platform == "cpu":
+            # MemAvailable counts the page cache that the kernel would give back; sysconf does not.
+            available = min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+        elif available is None:
+            limit, in_use = _device_bytes()
+            budget = Budget(
+                limit=limit,
+                utilization=config.gpu_memory_utilization,
+                in_use=in_use,
+                **beside_pool(step, num_ranks, config.max_num_seqs, tokens, model_len, block_size),
+            )
+            available, why = budget.available, f" ({budget.arithmetic()})"
         # One block more than can be used is the null block.
-        num_blocks = min(budget // block_bytes - 1, most_blocks)
+        num_blocks = min(available // per_block - 1, most_blocks)
         if num_blocks < 1:
             raise ValueError(
-                f"the KV pool ({budget} bytes) must hold two blocks of {block_bytes} bytes; "
+                f"the KV pool ({available} bytes) must hold two blocks of {per_block} bytes{why}; "
                 "raise kv_cache_memory_bytes or set num_blocks"
             )
-    needed, free = (num_blocks + 1) * block_bytes, _free_bytes(platform)
+    needed, free = (num_blocks + 1) * per_block, _free_bytes(platform)
     if free is not None and needed > free:
         raise ValueError(
             f"num_blocks ({num_blocks}) needs {needed} bytes with the null block, and the device "
@@ -102,7 +105,7 @@ def resolve(
         "KV pool: %d blocks of %d tokens, %.1f MiB",
         num_blocks,
         block_size,
-        (num_blocks + 1) * block_bytes / 2**20,
+        (num_blocks + 1) * per_block / 2**20,
     )
     _logger.info(
         "Maximum concurrency for %d tokens per request: %.2fx",
@@ -119,18 +122,48 @@ def resolve(
         preemption_mode=config.preemption_mode,
         enable_prefix_caching=config.enable_prefix_caching,
         decode_steps=config.decode_steps,
-        swap_blocks=int(config.swap_space * 2**30) // block_bytes,
+        swap_blocks=int(config.swap_space * 2**30) // per_block,
     )
 
 
-def _block_bytes(spec: CacheSpec, block_size: int, kv_dtype: Any) -> int:
-    """Bytes of one block over all layers, scales included."""
-    shape, scales = kv_shape(spec, 1, block_size), scales_shape(spec, 1, block_size, kv_dtype)
-    # Both are of two blocks, the null block and one more.
-    return (math.prod(shape) * np.dtype(kv_dtype).itemsize + math.prod(scales) * 4) // 2
+def beside_pool(
+    step: StepShape | None,
+    num_ranks: int,
+    max_num_seqs: int,
+    tokens: int,
+    model_len: int,
+    block_size: int,
+) -> dict[str, int]:
+    """Fields of `Budget` for a step of settled sizes and as many blocks as it can use."""
+    if step is None:
+        return {}
+    num_blocks = max_num_seqs * ceil_div(model_len, block_size)
+    vocab_size = step.vocab_size * num_ranks
+    return {
+        "step": step_bytes(step, max_num_seqs, tokens),
+        "states": state_bytes(max_num_seqs, model_len, block_size, num_blocks, vocab_size),
+    }
 
 
-def _default_block_size(platform: str, spec: CacheSpec, kv_dtype: Any) -> int:
+def default_tokens(platform: str, max_num_seqs: int) -> int:
+    """`max_num_batched_tokens` where nobody says: a CPU is at its limit with far fewer tokens, and
+    padding costs it more."""
+    return max(max_num_seqs, 512 if platform == "cpu" else 2048)
+
+
+def check_block_size(platform: str, block_size: int, kv_dtype: Any) -> None:
+    """Raises: ValueError for a size that the kernels of a platform do not take."""
+    if platform == "tpu" and block_size % 8:
+        raise ValueError(f"block_size ({block_size}) must be a multiple of 8 on TPU")
+    if platform == "tpu" and np.dtype(kv_dtype).itemsize == 1 and block_size % 128:
+        raise ValueError(
+            f"block_size ({block_size}) must be a multiple of 128 on TPU where the pool is "
+            f"{np.dtype(kv_dtype).name}"
+        )
+
+
+def default_block_size(platform: str, spec: CacheSpec, kv_dtype: Any) -> int:
+    """`block_size` where nobody says."""
     if platform != "tpu":
         return 16
     if np.dtype(kv_dtype).itemsize == 1:
@@ -139,15 +172,11 @@ def _default_block_size(platform: str, spec: CacheSpec, kv_dtype: Any) -> int:
     return 64 if rows * size * width * np.dtype(kv_dtype).itemsize >= _TPU_COPY_BYTES else 128
 
 
-def _available_bytes(platform: str, utilization: float) -> int:
-    if platform == "cpu":
-        # MemAvailable counts the page cache that the kernel would give back; sysconf does not.
-        return min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+def _device_bytes() -> tuple[int, int]:
     stats = _device_stats()
     if stats is None:
         raise ValueError("the device does not tell its memory; set num_blocks")
-    limit, used = stats
-    return int(utilization * limit) - used
+    return stats
 
 
 def _free_bytes(platform: str) -> int | None:

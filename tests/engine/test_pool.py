@@ -163,7 +163,7 @@ def test_a_cpu_takes_fewer_tokens_per_dispatch_by_default():
 )
 def test_blocks_are_as_large_as_the_platform_copies_well(platform, heads, dtype, expected):
     spec = CacheSpec(num_layers=2, num_kv_heads=heads, head_dim=128)
-    assert pool._default_block_size(platform, spec, jnp.dtype(dtype)) == expected
+    assert pool.default_block_size(platform, spec, jnp.dtype(dtype)) == expected
 
 
 def test_float16_pools_are_refused_on_tpu(monkeypatch):
