@@ -91,7 +91,9 @@ def ended(lines: list[str]) -> dict[str, tuple]:
     return {name: (tokens, reason) for name, tokens, reason in found}
 
 
-@pytest.mark.parametrize("mode", ["debug", "abort", "async"])
+@pytest.mark.parametrize(
+    "mode", ["debug", pytest.param("abort", marks=pytest.mark.exhaustive), "async"]
+)
 def test_two_processes_give_the_tokens_of_one(toy, mode):
     with Workers(mode) as workers:
         assert workers.end() == [0, 0], workers.said
@@ -122,7 +124,7 @@ def test_processes_that_plan_differently_are_stopped_before_they_run():
         assert ended(workers.said[0]) == {}
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_ends_the_others_with_an_error(killed):
     with Workers("long") as workers:
         for i in range(NUM):
