@@ -261,13 +261,16 @@ class Engine(Loop):
     def join(self, group: Group) -> None:
         """Becomes one of several processes; nothing has run yet.
 
-        Raises: NotImplementedError for options that other processes would have to know more for.
+        Raises: NotImplementedError for options that other processes would have to know more for;
+          PlansDifferError for options or a model that differ from those of process 0.
         """
         if self.config.preemption_mode != "recompute":
             raise NotImplementedError(
                 f"preemption_mode={self.config.preemption_mode!r} with several processes; use "
                 "'recompute'"
             )
+        said = self._options, self.config, self.vocab_size, self.runner.leaf_specs
+        group.agree(said, "has another model or other options than")
         self.group = group
 
     def step_as_told(self, told: Step) -> list[RequestOutput]:

@@ -17,6 +17,7 @@ import os
 import pickle
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +25,6 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
-
-from paged_jax.plan import Plan
 
 if TYPE_CHECKING:
     from paged_jax.engine.engine import Engine
@@ -38,6 +37,9 @@ PATIENCE = 60.0
 """Seconds after which a process that says nothing is taken for lost."""
 
 _PING = 1.0
+
+_KNOCK_SECONDS = 5
+"""Who connects and says nothing so long is a stranger."""
 
 _HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """That the other side has closed, also while there is something to read."""
@@ -90,7 +92,11 @@ class Group:
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        threading.Thread(target=self._watch, name="paged-jax hosts", daemon=True).start()
+        # Descriptors of its own, because others close the connections.
+        watched = {os.dup(each.fileno()): process for process, each in self.others.items()}
+        threading.Thread(
+            target=self._watch, args=(watched,), name="paged-jax hosts", daemon=True
+        ).start()
 
     @property
     def is_first(self) -> bool:
@@ -119,12 +125,12 @@ class Group:
             if message is not None:
                 return message
 
-    def agree(self, plan: Plan) -> None:
-        """Goes on when all have made the same plan.
+    def agree(self, said: Any, what: str = "has made another plan than") -> None:
+        """Goes on when all say the same, of which the `repr` is compared.
 
         Raises: PlansDifferError, in every process; HostLostError.
         """
-        digest = hashlib.sha256(repr(plan).encode()).digest()
+        digest = hashlib.sha256(repr(said).encode()).digest()
         if not self.is_first:
             self.tell(digest)
             verdict = self.hear()
@@ -134,7 +140,7 @@ class Group:
             verdict = ", ".join(wrong)
             self.tell(verdict)
         if verdict:
-            raise PlansDifferError(f"process {verdict} has made another plan than process 0")
+            raise PlansDifferError(f"process {verdict} {what} process 0")
 
     def cause_of(self, error: Exception) -> Exception:
         """The loss of another process, if that is why something failed here; else `error`."""
@@ -156,13 +162,10 @@ class Group:
         for connection in self.others.values():
             connection.close()
 
-    def _watch(self) -> None:
+    def _watch(self, processes: dict[int, int]) -> None:
         """Sees when a process ends, also while this one waits for the device."""
-        poller, processes = select.poll(), {}
-        for process, connection in self.others.items():
-            # Of our own, because others close the connection.
-            descriptor = os.dup(connection.fileno())
-            processes[descriptor] = process
+        poller = select.poll()
+        for descriptor in processes:
             poller.register(descriptor, _HUNG_UP)
         last = 0.0
         try:
@@ -200,7 +203,8 @@ def connect(
       address: Host and port at which the first process listens.
       key: The secret of all; None takes $PAGED_JAX_HOSTS_KEY.
       timeout: Seconds to wait for the others.
-    Raises: ValueError without a key; HostLostError when somebody is missing.
+    Raises: ValueError without a key, or for a number that is taken or too large; HostLostError
+      when somebody is missing.
     """
     key = key or os.environ.get(KEY_VARIABLE)
     if not key:
@@ -209,8 +213,12 @@ def connect(
     if process_id:
         connection = _knock(address, end)
         connection.send_bytes(process_id.to_bytes(4, "big"))
-        answer_challenge(connection, secret)
-        deliver_challenge(connection, secret)
+        try:
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+        except BlockingIOError as error:
+            raise HostLostError(f"process 0 does not answer at {address}") from error
+        _set_patience(connection, 0)
         return Group(process_id, {0: connection})
     others: dict[int, Connection] = {}
     with socket.create_server(address) as server:
@@ -223,6 +231,7 @@ def connect(
                 raise HostLostError(f"process {missing} did not come in {timeout:g} s") from error
             accepted.setblocking(True)
             connection = Connection(accepted.detach())
+            _set_patience(connection, _KNOCK_SECONDS)
             try:
                 number = int.from_bytes(connection.recv_bytes(16), "big")
                 deliver_challenge(connection, secret)
@@ -230,6 +239,11 @@ def connect(
             except (AuthenticationError, EOFError, OSError):
                 connection.close()  # a stranger
                 continue
+            if number in others or not 0 < number < num_processes:
+                raise ValueError(
+                    f"process_id ({number}) must be below {num_processes} and of one process"
+                )
+            _set_patience(connection, 0)
             others[number] = connection
     return Group(0, dict(sorted(others.items())))
 
@@ -279,7 +293,15 @@ def _knock(address: tuple[str, int], end: float) -> Connection:
             time.sleep(0.1)
         else:
             made.setblocking(True)
-            return Connection(made.detach())
+            connection = Connection(made.detach())
+            _set_patience(connection, max(1, int(end - time.monotonic())))
+            return connection
+
+
+def _set_patience(connection: Connection, seconds: int) -> None:
+    """How long a read may take, though the socket blocks; 0: for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _wait_for_end(connection: Connection) -> None:

@@ -42,7 +42,8 @@ def main() -> None:
         asyncio.run(serve(llm, params[:2], PROMPTS))
         print("ENDED", flush=True)
         return
-    engine = Engine(shard(make_toy(), mesh), EngineConfig(debug=mode == "debug", **OPTIONS))
+    options = {**OPTIONS, "decode_steps": 4 if mode == "options" and process else 8}
+    engine = Engine(shard(make_toy(), mesh), EngineConfig(debug=mode == "debug", **options))
     group = connect(("127.0.0.1", port), process, num_processes, key="secret", timeout=60)
     engine.join(group)
     print("READY", flush=True)

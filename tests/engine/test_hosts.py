@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.config import EngineConfig
-from paged_jax.engine import Engine
+from paged_jax.engine import Engine, hosts
 from paged_jax.engine.hosts import Call, HostLostError, PlansDifferError, connect
 from paged_jax.plan import Plan
 from tests.llm_harness import OPTIONS, PROMPTS, run
@@ -124,6 +125,15 @@ def test_processes_that_plan_differently_are_stopped_before_they_run():
         assert ended(workers.said[0]) == {}
 
 
+def test_processes_with_other_options_are_stopped_before_they_begin():
+    with Workers("options") as workers:
+        assert workers.end() == [3, 3], workers.said
+        for lines in workers.said:
+            assert lines[-1] == (
+                "PlansDifferError: process 1 has another model or other options than process 0"
+            )
+
+
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_ends_the_others_with_an_error(killed):
     with Workers("long") as workers:
@@ -180,6 +190,54 @@ def test_a_stranger_without_the_key_is_not_let_in():
         each.close()
 
 
+def test_strangers_who_say_nothing_or_garbage_do_not_hold_the_start(monkeypatch):
+    monkeypatch.setattr(hosts, "_KNOCK_SECONDS", 1)
+    port, made = free_port(), []
+    first = threading.Thread(
+        target=lambda: made.append(connect(("127.0.0.1", port), 0, 2, key="k", timeout=30))
+    )
+    first.start()
+    while True:
+        try:
+            silent = socket.create_connection(("127.0.0.1", port))
+            break
+        except OSError:
+            time.sleep(0.01)
+    garbage = socket.create_connection(("127.0.0.1", port))
+    garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    second = connect(("127.0.0.1", port), 1, 2, key="k", timeout=30)
+    first.join(30)
+    time.sleep(1.5)  # who is let in may say nothing for longer
+    second.tell("hi")
+    assert made[0].hear(1) == "hi"
+    for each in (silent, garbage, made[0], second):
+        each.close()
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_number_belongs_to_one_process(number):
+    port, raised = free_port(), []
+
+    def meet() -> None:
+        try:
+            connect(("127.0.0.1", port), 0, 3, key="k", timeout=30)
+        except ValueError as error:
+            raised.append(str(error))
+
+    first = threading.Thread(target=meet)
+    first.start()
+    others = []
+    for each in (1, number):
+        try:
+            others.append(connect(("127.0.0.1", port), each, 3, key="k", timeout=10))
+        except (EOFError, OSError):
+            break
+    first.join(30)
+    assert raised == [f"process_id ({number}) must be below 3 and of one process"]
+    for other in others:
+        other.close()
+
+
 def test_an_end_is_seen_behind_what_has_not_been_read():
     port, made = free_port(), []
     first = threading.Thread(
@@ -219,6 +277,11 @@ def test_an_end_that_is_told_is_no_loss():
 
 
 def test_who_does_not_come_is_named():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        pytest.raises(HostLostError, match="answer"),
+    ):
+        connect(mute.getsockname(), 1, 2, key="k", timeout=1)
     with pytest.raises(HostLostError, match=r"process \[1, 2\] did not come"):
         connect(("127.0.0.1", free_port()), 0, 3, key="k", timeout=0.3)
     with pytest.raises(HostLostError, match="process 0 does not listen"):
@@ -240,7 +303,7 @@ def test_who_does_not_come_is_named():
 )
 def test_what_other_processes_would_not_do_is_refused(toy, call):
     engine = Engine(toy, EngineConfig(**OPTIONS))
-    engine.join(object())
+    engine.join(SimpleNamespace(agree=lambda *_: None))
     with pytest.raises(NotImplementedError, match="with several processes"):
         call(engine)
 
@@ -248,4 +311,4 @@ def test_what_other_processes_would_not_do_is_refused(toy, call):
 def test_images_of_blocks_stay_with_one_process(toy):
     engine = Engine(toy, EngineConfig(**OPTIONS, preemption_mode="swap"))
     with pytest.raises(NotImplementedError, match="preemption_mode='swap'"):
-        engine.join(object())
+        engine.join(SimpleNamespace())
