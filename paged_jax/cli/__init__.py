@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from paged_jax.cli import bench, chat, convert, download, generate, info, plan, serve
+from paged_jax.cli import bench, chat, convert, download, generate, info, plan, serve, sweep
 
 _COMMANDS = {
     "chat": chat,
@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": convert,
     "info": info,
     "plan": plan,
+    "sweep": sweep,
 }
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paged_jax.cli import options
@@ -42,21 +43,13 @@ def run_model(arguments: argparse.Namespace) -> dict[str, Any]:
         from paged_jax.llm import LLM
 
         llm = LLM(arguments.model, **engine_options)
-        _warm_up(llm.engine, arguments.prompt_len)
+        warm_up(llm.engine, arguments.prompt_len)
     with llm, run_log(arguments, llm.engine.config.max_model_len) as made:
-        before = llm.stats()
-        _run_load(llm.engine, arguments, made)
-        stats = llm.stats()
-        queries = stats["prefix_queries_tokens"] - before["prefix_queries_tokens"]
-        hits = stats["prefix_hits_tokens"] - before["prefix_hits_tokens"]
-        return {
-            **made.figures(),
-            "prefix_hit_fraction": hits / queries if queries else 0.0,
-            "stats": stats,
-        }
+        figures = run_load(llm.engine, _load(llm.engine, arguments), made)
+        return {**figures, "stats": llm.stats()}
 
 
-def _warm_up(engine: "Engine", prompt_len: int) -> None:
+def warm_up(engine: "Engine", prompt_len: int) -> None:
     """Runs one prompt twice: what shares and releases blocks is compiled at its first use."""
     prompt = [0] * min(prompt_len, 2 * engine.config.block_size + 1)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -67,8 +60,8 @@ def _warm_up(engine: "Engine", prompt_len: int) -> None:
     engine.reset_prefix_cache()
 
 
-def _run_load(engine: "Engine", arguments: argparse.Namespace, made: "RunLog") -> None:
-    """Submits every request when it is due and steps the engine until all have ended."""
+def _load(engine: "Engine", arguments: argparse.Namespace) -> list[tuple[float, list[int], int]]:
+    """Random prompts, by arrival."""
     draw = random.Random(arguments.seed or 0)
     prefix = [draw.randrange(engine.vocab_size) for _ in range(arguments.prefix_len)]
     rest = arguments.prompt_len - len(prefix)
@@ -76,12 +69,27 @@ def _run_load(engine: "Engine", arguments: argparse.Namespace, made: "RunLog") -
         prefix + [draw.randrange(engine.vocab_size) for _ in range(rest)]
         for _ in range(arguments.num_requests)
     ]
-    due, start = 0.0, time.monotonic()
-    pending: deque[tuple[float, str, list[int]]] = deque()
-    for i, prompt in enumerate(prompts):
-        pending.append((start + due, str(i), prompt))
+    due, load = 0.0, []
+    for prompt in prompts:
+        load.append((due, prompt, arguments.output_len))
         due += draw.expovariate(arguments.request_rate) if arguments.request_rate else 0.0
-    arrivals: dict[str | None, float] = {name: at for at, name, _ in pending}
+    return load
+
+
+def run_load(
+    engine: "Engine", load: Sequence[tuple[float, list[int], int]], made: "RunLog"
+) -> dict[str, Any]:
+    """Submits every request when it is due and steps the engine until all have ended.
+
+    Args:
+      load: Arrival in seconds, prompt and output tokens of each, by arrival.
+    Returns: The figures of the log, and `prefix_hit_fraction`.
+    """
+    before, start = engine.stats(), time.monotonic()
+    pending = deque(
+        (start + due, str(i), prompt, length) for i, (due, prompt, length) in enumerate(load)
+    )
+    arrivals: dict[str | None, float] = {name: at for at, name, *_ in pending}
 
     def tell(event: "Event") -> None:
         # A request that had to wait for a step to end before it was taken in has arrived before.
@@ -89,17 +97,22 @@ def _run_load(engine: "Engine", arguments: argparse.Namespace, made: "RunLog") -
             event = dataclasses.replace(event, time=arrivals[event.request_id])
         made(event)
 
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.output_len, ignore_eos=True)
     engine.events = tell
     while pending or engine.has_unfinished():
         while pending and pending[0][0] <= time.monotonic():
-            _, name, prompt = pending.popleft()
+            _, name, prompt, length = pending.popleft()
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
             engine.add_request(name, prompt, params)
         if engine.has_unfinished():
             engine.step()
             made.look(engine.state.ledger, lambda: _names(engine))
         else:
             time.sleep(max(0.0, pending[0][0] - time.monotonic()))
+    stats = engine.stats()
+    queries, hits = (
+        stats[name] - before[name] for name in ("prefix_queries_tokens", "prefix_hits_tokens")
+    )
+    return {**made.figures(), "prefix_hit_fraction": hits / queries if queries else 0.0}
 
 
 def _names(engine: "Engine") -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Pictures of a run: requests and blocks over time, and what each block is used for."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,47 @@ def timeline(events: Sequence[Event], path: str | PathLike[str]) -> None:
         axes.set_ylim(bottom=0)
     for axes in figure.axes:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def block_sizes(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> None:
+    """Draws what blocks of each size cost and save, from the rows of `paged-jax sweep`.
+
+    Args:
+      rows: Figures by block size, in any order.
+      path: The picture; its suffix says the format.
+    """
+    rows = sorted(rows, key=lambda row: row["block_size"])
+    sizes = [row["block_size"] for row in rows]
+    figure = _new_figure(9, 9)
+    memory, speed, work = figure.subplots(3, 1, sharex=True)
+
+    memory.plot(sizes, [100 * row["used_kv_fraction"] for row in rows], "o-", label="used KV")
+    hits = [100 * row["prefix_hit_fraction"] for row in rows]
+    memory.set_ylabel("% of allocated slots")
+    if any(hits):
+        memory.plot(sizes, hits, "s--", label="prompt tokens from\nthe prefix cache")
+        memory.set_ylabel("% of allocated slots,\n% of prompt tokens")
+    memory.set_ylim(0, 105)
+
+    speed.plot(sizes, [row["output_tokens_per_s"] for row in rows], "o-", label="tokens/s")
+    speed.set_ylabel("output tokens per second")
+    speed.set_ylim(bottom=0)
+    waits = speed.twinx()
+    waits.plot(sizes, [1000 * row["tpot_p99_s"] for row in rows], "s--", color="#c0504d")
+    waits.set_ylabel("P99 of the time per\noutput token, ms", color="#c0504d")
+    waits.set_ylim(bottom=0)
+
+    work.plot(sizes, [row["blocks_allocated_per_s"] for row in rows], "o-", label="blocks/s")
+    work.plot(sizes, [row["recomputed_tokens"] for row in rows], "s--", label="tokens recomputed")
+    work.set_yscale("symlog")
+    work.set_ylabel("allocations per second,\ntokens in all")
+    work.set_xscale("log", base=2)
+    work.set_xticks(sizes, [str(size) for size in sizes])
+    work.set_xlabel("tokens per block")
+    for axes in (memory, speed, work):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1.12, 0.5), frameon=False)
     figure.savefig(path, bbox_inches="tight")
 
 

@@ -48,6 +48,10 @@ class KVWaste:
     """Slots that rows would hold if each reserved `max_model_len` tokens, and shared nothing."""
     num_tokens: int = 0
     """Tokens in them."""
+    num_rows: int = 0
+    """Rows that held blocks."""
+    most_rows: int = 0
+    num_moments: int = 0
 
     def add(self, ledger: Ledger) -> int:
         """Counts the slots of this moment. Returns: The blocks that rows hold."""
@@ -61,11 +65,24 @@ class KVWaste:
                 empty[last] = min(empty[last], left) if last in empty else left
                 num_rows += 1
                 self.num_tokens += length
+        self.num_rows += num_rows
+        self.most_rows = max(self.most_rows, num_rows)
+        self.num_moments += 1
         num_held = len(set().union(*ledger.tables))
         self.num_slots += size * num_held
         self.num_empty += empty.total()
         self.num_reserved += num_rows * self.max_model_len
         return num_held
+
+    def means(self) -> dict[str, float]:
+        """Rows, their tokens and their slots at a moment, and the most rows."""
+        moments = max(1, self.num_moments)
+        return {
+            "mean_resident_rows": self.num_rows / moments,
+            "mean_resident_tokens": self.num_tokens / moments,
+            "mean_allocated_slots": self.num_slots / moments,
+            "most_resident_rows": self.most_rows,
+        }
 
     @property
     def fraction(self) -> float:

@@ -55,6 +55,7 @@ class RunLog:
             **summary(self.events),
             "kv_waste_fraction": self._waste.fraction,
             "contiguous_waste_fraction": self._waste.contiguous_fraction,
+            **self._waste.means(),
         }
 
 
@@ -67,6 +68,8 @@ class Latencies:
     """From arrival to the first token."""
     total: list[float] = field(default_factory=list)
     """From arrival to the end."""
+    per_token: list[float] = field(default_factory=list)
+    """From the first token to the end, per token; of requests that got more than one."""
 
 
 def latencies(events: Iterable[Event]) -> Latencies:
@@ -83,7 +86,10 @@ def latencies(events: Iterable[Event]) -> Latencies:
         elif event.kind == "finish" and event.request_id in added:
             start = added.pop(event.request_id)
             found.finished_at.append(event.time)
-            found.first_token.append(first.pop(event.request_id, event.time) - start)
+            begun = first.pop(event.request_id, event.time)
+            found.first_token.append(begun - start)
+            if event.count > 1:
+                found.per_token.append((event.time - begun) / (event.count - 1))
             found.total.append(event.time - start)
     return found
 
@@ -120,13 +126,28 @@ def summary(events: Sequence[Event]) -> dict[str, float]:
         "total_tokens_per_s": (prompt_tokens + output_tokens) / seconds if seconds else 0.0,
         "ttft_p50_s": percentile(times.first_token, 50),
         "ttft_p99_s": percentile(times.first_token, 99),
+        "tpot_p50_s": percentile(times.per_token, 50),
+        "tpot_p99_s": percentile(times.per_token, 99),
         "latency_p50_s": percentile(times.total, 50),
         "latency_p99_s": percentile(times.total, 99),
         "num_dispatches": len(ran),
         "mean_batch_rows": sum(data["num_rows"] for data in ran) / len(ran) if ran else 0.0,
         "mean_batch_tokens": sum(data["num_tokens"] for data in ran) / len(ran) if ran else 0.0,
         "num_preemptions": sum(event.kind == "preempt" for event in events),
+        "blocks_allocated_per_s": _total(events, "allocate") / seconds if seconds else 0.0,
+        "recomputed_tokens": _recomputed(events, sum(data["num_tokens"] for data in ran)),
     }
+
+
+def _recomputed(events: Sequence[Event], num_run: float) -> int:
+    """Tokens that ran beside each prompt, less what was cached, and each output but its last."""
+    cached: dict[str | None, int] = {}
+    for event in events:
+        if event.kind == "admit":
+            cached.setdefault(event.request_id, event.count)
+    outputs = [event.count for event in events if event.kind in ("finish", "abort")]
+    once = _total(events, "add") - sum(cached.values()) + sum(max(0, n - 1) for n in outputs)
+    return max(0, int(num_run) - once)
 
 
 def _total(events: Iterable[Event], kind: str) -> int:

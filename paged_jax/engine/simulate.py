@@ -124,6 +124,8 @@ class _Simulation:
         self._admit(plan)
         allocation = self.state.apply(plan, sequences)
         assert allocation.ok, "a plan's blocks must be there"
+        if allocation.num_new:
+            self._tell("allocate", count=allocation.num_new)
         if plan.release_ids:
             self._tell("evict", ids=plan.release_ids, count=len(plan.release_ids))
         seconds = self.cost.seconds(plan) if plan.segments else 0.0
