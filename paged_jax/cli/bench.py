@@ -52,14 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--simulate", metavar="TRACE", help=_TRACE)
     trace.add_argument("--policies", type=_strings, metavar="A,B", help="fcfs, priority")
     pools = trace.add_mutually_exclusive_group()
-    pools.add_argument("--pool-sizes", type=_ints, metavar="N,M", help="blocks in the pool")
+    pools.add_argument(
+        "--pool-sizes", type=options.integers, metavar="N,M", help="blocks in the pool"
+    )
     pools.add_argument(
         "--pool-tokens",
-        type=_ints,
+        type=options.integers,
         metavar="N,M",
         help="tokens in the pool: equal memory for every block size",
     )
-    trace.add_argument("--block-sizes", type=_ints, metavar="P,Q", help="tokens per block")
+    trace.add_argument(
+        "--block-sizes", type=options.integers, metavar="P,Q", help="tokens per block"
+    )
     for name, what in (("step", "decode step, or dispatch with prefill"), ("token", "token")):
         default = _WITH_TRACE[f"{name}_seconds"]
         text = f"cost of a {what} (default {default:g}: the order of an 8B model on one H100)"
@@ -175,10 +179,7 @@ def _table(rows: list[dict]) -> str:
     if all(row["urgent_ttft_p99_s"] == row["ttft_p99_s"] for row in rows):
         silent.add("urgent_ttft_p99_s")
     columns = [column for column in _COLUMNS if column[1] not in silent]
-    lines = [[title for title, _, _ in columns]]
-    lines += [[form.format(row[name]) for _, name, form in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+    return options.table(rows, columns)
 
 
 def _list(figures: dict) -> str:
@@ -188,12 +189,6 @@ def _list(figures: dict) -> str:
 def _add_int(group, flag: str, letter: str, what: str) -> None:
     default = _WITH_MODEL[flag.removeprefix("--").replace("-", "_")]
     group.add_argument(flag, type=int, metavar=letter, help=f"{what} (default {default})")
-
-
-def _ints(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} must be integers of at least 1 and commas")
-    return [int(part) for part in text.split(",")]
 
 
 def _strings(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.config import EngineConfig
@@ -64,3 +65,18 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,
     )
+
+
+def integers(text: str) -> list[int]:
+    """The value of a flag: "1,2,4". Raises: ArgumentTypeError."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} must be integers of at least 1 and commas")
+    return [int(part) for part in text.split(",")]
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, str]]) -> str:
+    """Lines under titles; a column is its title, the name of its figure, and its format."""
+    lines = [[title for title, _, _ in columns]]
+    lines += [[form.format(row[name]) for _, name, form in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

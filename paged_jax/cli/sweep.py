@@ -4,7 +4,6 @@ import argparse
 import csv
 import json
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paged_jax.cli import options
@@ -43,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"built-in name, directory or .gguf file (default: {options.DEFAULT_MODEL})",
     )
     parser.add_argument(
-        "--block-sizes", type=_sizes, default=BLOCK_SIZES, metavar="P,Q", help="1,2,4,...,256"
+        "--block-sizes",
+        type=options.integers,
+        default=BLOCK_SIZES,
+        metavar="P,Q",
+        help="1,2,4,...,256",
     )
     parser.add_argument("--workload", default=_SHAREGPT, metavar="NAME", help=_WORKLOAD)
     parser.add_argument(
@@ -98,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         from paged_jax.cli.plots import block_sizes
 
         block_sizes(rows, arguments.plot)
-    print(json.dumps({"runs": rows}) if arguments.json else _table(rows))
+    print(json.dumps({"runs": rows}) if arguments.json else options.table(rows, _COLUMNS))
     return 0
 
 
@@ -186,16 +189,3 @@ def _trace(arguments: argparse.Namespace, longest: int, seed: int) -> list["Trac
         raise ValueError(f"--request-rate ({rate}) must be above 0")
     longest = min(longest, arguments.pool_tokens)
     return sharegpt_like(int(count or 64), request_rate=rate, seed=seed, max_model_len=longest)
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [[title for title, _, _ in _COLUMNS]]
-    lines += [[form.format(row[name]) for _, name, form in _COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-
-def _sizes(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} must be integers of at least 1 and commas")
-    return [int(part) for part in text.split(",")]
