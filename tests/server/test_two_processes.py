@@ -1,8 +1,10 @@
 """SmolLM2 served by two processes, one of which is killed."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,15 @@ OPTIONS = {
     "max-num-batched-tokens": 32,
     "warmup": "lazy",
 }
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours: JAX takes one, and we the next."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), socket.socket() as second:
+            second.bind(("127.0.0.1", first + 1))
+            return first
 
 
 def start(process: int, port: int, coordinator: int, smollm2_path, log: Path) -> subprocess.Popen:
@@ -49,7 +60,7 @@ def start(process: int, port: int, coordinator: int, smollm2_path, log: Path) ->
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_loss_of_a_process_is_told_and_nothing_hangs(smollm2_path, tmp_path, killed):
-    port, coordinator = free_port(), free_port()
+    port, coordinator = free_port(), two_free_ports()
     logs = [tmp_path / f"{i}.log" for i in range(2)]
     processes = [start(i, port, coordinator, smollm2_path, logs[i]) for i in range(2)]
     events: list[str] = []
